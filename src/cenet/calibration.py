@@ -1,0 +1,79 @@
+"""Precise running statistics: re-estimate what evaluation uses from data, after averaging weights for example."""
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cenet.nn import BatchDecorrelation2d, EquilibriumLayer, InstanceReweighting2d, ce_layers
+
+
+@torch.no_grad()
+def update_ce_stats(
+    model: nn.Module,
+    loader: Iterable[Any],
+    *,
+    num_batches: int | None = None,
+    device: torch.device | str | None = None,
+) -> int:
+    """Replace the running statistics of every CE layer by their plain average over batches of data.
+
+    The rest of the network runs in evaluation mode, so the statistics are those evaluation will meet and nothing
+    else changes: recalibrate batch norms first (`torch.optim.swa_utils.update_bn`) if they need it. Frozen layers
+    keep theirs. If the loader fails or is empty, the old statistics come back.
+
+    Args:
+        model: the network.
+        loader: yields input batches, or tuples and lists whose first element is one.
+        num_batches: stop after this many; None takes all.
+        device: where batches go; by default where the model is.
+
+    Returns:
+        The number of batches used.
+    """
+    layers = [layer for _, layer in ce_layers(model) if not layer.frozen]
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no CE layer whose statistics could be updated")
+    if num_batches is not None and num_batches < 1:
+        raise ValueError(f"num_batches={num_batches} must be at least 1")
+    branches = [branch for layer in layers for branch in _branches(layer)]
+    device = next(layers[0].buffers()).device if device is None else device
+    modes = {module: module.training for module in model.modules()}
+    momenta = [branch.momentum for branch in branches]
+    saved = [[buffer.clone() for buffer in branch.buffers()] for branch in branches]
+    count = 0
+    try:
+        model.eval()
+        for layer in layers:
+            layer.train()
+            layer.reset_running_stats()
+        for branch in branches:
+            branch.momentum = None
+        for batch in islice(loader, num_batches):
+            inputs = batch[0] if isinstance(batch, list | tuple) else batch
+            model(inputs.to(device))
+            count += 1
+        if count == 0:
+            raise ValueError("loader yielded no batch; the running statistics are unchanged")
+    except BaseException:
+        for branch, values in zip(branches, saved, strict=True):
+            _restore(branch, values)
+        raise
+    finally:
+        for branch, momentum in zip(branches, momenta, strict=True):
+            branch.momentum = momentum
+        for module, mode in modes.items():
+            module.training = mode
+    return count
+
+
+def _branches(layer: EquilibriumLayer) -> list[BatchDecorrelation2d | InstanceReweighting2d]:
+    kinds = (BatchDecorrelation2d, InstanceReweighting2d)
+    return [module for module in layer.modules() if isinstance(module, kinds)]
+
+
+def _restore(branch: nn.Module, values: list[Tensor]) -> None:
+    for buffer, value in zip(branch.buffers(), values, strict=True):
+        buffer.copy_(value)

@@ -1,0 +1,192 @@
+"""Which module feeds which, read off the autograd graph of one run on the meta device.
+
+A network says where its tensors go only by running. Running it on meta tensors costs no arithmetic, changes no
+buffer and works with any Python control flow, and autograd records the flow for free.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.utils._pytree import tree_leaves
+
+IMAGE_SIZES = (224, 32, 64, 28, 96, 128, 256, 299, 384, 512)
+
+ACTIVATIONS = frozenset(
+    f"{name}Backward0"
+    for name in (
+        "Relu LeakyRelu PreluKernel RreluWithNoise Elu Selu Celu Silu Mish Gelu Hardtanh Hardswish Hardsigmoid "
+        "Sigmoid Tanh Softplus Clamp ClampMin Threshold LogSigmoid"
+    ).split()
+)
+
+
+@dataclass
+class Call:
+    """One call of a watched module."""
+
+    module: nn.Module
+    source: Node | None  # made the input
+    entry: Node | None  # the input as the module alone sees it
+    output: Node | None
+    shape: tuple[int, ...]
+
+
+@dataclass
+class Dataflow:
+    """Calls of the watched modules, and the operations between them."""
+
+    calls: list[Call] = field(default_factory=list)
+    consumers: dict[Node, list[Node]] = field(default_factory=dict)
+    outputs: set[Node] = field(default_factory=set)
+
+    def sole_source(self, call: Call) -> Call | None:
+        """The watched call whose output goes into `call` and nowhere else, if there is one."""
+        for source in self.calls:
+            if source.output is not None and source.output is call.source:
+                alone = self.consumers.get(source.output) == [call.entry]
+                return source if alone and source.output not in self.outputs else None
+        return None
+
+    def feeds_activation(self, node: Node) -> bool:
+        """Whether an activation function reads what `node` made."""
+        return any(consumer.name() in ACTIVATIONS for consumer in self.consumers[node])
+
+    def residual_branches(self) -> Iterator[set[Node]]:
+        """For every addition of two feature maps that share an origin, the operations of its longer branch alone."""
+        for node in list(self.consumers):
+            parents = [parent for parent, _ in node.next_functions if parent is not None]
+            if node.name() != "AddBackward0" or len(parents) != 2 or _rank(node) != 4:
+                continue
+            left, right = (_ancestors(parent) for parent in parents)
+            if left & right:
+                yield max(left - right, right - left, key=_convolutions)
+
+
+def trace(
+    model: nn.Module, watch: Callable[[nn.Module], bool], example_input: Tensor | None = None
+) -> Dataflow:
+    """Run `model` once in evaluation mode on meta tensors and record the flow between watched modules.
+
+    Without `example_input`, an RGB-like image of the channels the first convolution expects is tried in several sizes.
+    """
+    failure: Exception | None = None
+    for shape in _shapes(model, example_input):
+        try:
+            return _run(model, watch, torch.empty(shape, device="meta"))
+        except Exception as error:  # whatever the model raises on an input it does not take
+            failure = failure or error
+    raise ValueError(
+        f"could not run {type(model).__name__} on meta tensors to see where its norms lead ({failure}); pass "
+        "example_input=a batch the model accepts"
+    ) from failure
+
+
+def _shapes(model: nn.Module, example_input: Tensor | None) -> list[tuple[int, ...]]:
+    if example_input is not None:
+        return [tuple(example_input.shape)]
+    convolutions = (module for module in model.modules() if isinstance(module, nn.Conv2d))
+    channels = next((module.in_channels for module in convolutions), 3)
+    return [(2, channels, size, size) for size in IMAGE_SIZES]
+
+
+def _run(model: nn.Module, watch: Callable[[nn.Module], bool], x: Tensor) -> Dataflow:
+    flow = Dataflow()
+    state = {
+        name: torch.empty_like(value, device="meta", requires_grad=value.is_floating_point())
+        for name, value in model.named_parameters()
+    }
+    buffers = {name: torch.empty_like(b, device="meta") for name, b in model.named_buffers()}
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    x = x.to(dtype).requires_grad_()
+    with _evaluation(model), _watching(model, watch, flow), torch.enable_grad():
+        outputs = torch.func.functional_call(model, {**state, **buffers}, (x,))
+    _record_consumers(flow, outputs)
+    return flow
+
+
+@contextmanager
+def _evaluation(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        # one by one: a module may override train()
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextmanager
+def _watching(
+    model: nn.Module, watch: Callable[[nn.Module], bool], flow: Dataflow
+) -> Iterator[None]:
+    def enter(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if not args or not isinstance(args[0], Tensor):
+            return None
+        # an alias of its own, so that other readers of the same tensor can be told apart
+        alias = args[0].view_as(args[0])
+        flow.calls.append(Call(module, args[0].grad_fn, alias.grad_fn, None, ()))
+        open_calls.append(flow.calls[-1])
+        return (alias, *args[1:])
+
+    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if open_calls and open_calls[-1].module is module:
+            call = open_calls.pop()
+            if isinstance(output, Tensor):
+                call.output, call.shape = output.grad_fn, tuple(output.shape)
+
+    open_calls: list[Call] = []
+    handles = [
+        handle
+        for module in model.modules()
+        if watch(module)
+        for handle in (
+            module.register_forward_pre_hook(enter),
+            module.register_forward_hook(leave),
+        )
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _record_consumers(flow: Dataflow, outputs: Any) -> None:
+    tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    flow.outputs = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
+    flow.consumers = {node: [] for node in flow.outputs}
+    todo = list(flow.outputs)
+    while todo:
+        node = todo.pop()
+        for parent, _ in node.next_functions:
+            if parent is None:
+                continue
+            if parent not in flow.consumers:
+                flow.consumers[parent] = []
+                todo.append(parent)
+            flow.consumers[parent].append(node)
+
+
+def _ancestors(node: Node) -> set[Node]:
+    found, todo = {node}, [node]
+    while todo:
+        for parent, _ in todo.pop().next_functions:
+            # a leaf (parameter) is no step on the way of a feature map
+            if parent is not None and parent not in found and parent.next_functions:
+                found.add(parent)
+                todo.append(parent)
+    return found
+
+
+def _convolutions(nodes: Iterable[Node]) -> int:
+    return sum(node.name() == "ConvolutionBackward0" for node in nodes)
+
+
+def _rank(node: Node) -> int:
+    return len(node._input_metadata[0].shape)

@@ -1,0 +1,261 @@
+"""Deploy form: batch norm and what CE fixes in evaluation become weights of the convolution before them.
+
+Batch decorrelation alone disappears. Full CE cannot: the instance branch needs the normalized map itself, so what
+remains is one fixed matrix per group and the gate, `FoldedCE2d`.
+"""
+
+from copy import deepcopy
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cenet import functional as F
+from cenet.dataflow import Call, Dataflow, trace
+from cenet.nn import BatchDecorrelation2d, ChannelEquilibrium2d, InstanceReweighting2d, NormCE2d, ce_layers
+from cenet.nn.norms import affine, inner_activation, is_batch_norm, uses_batch_statistics
+
+
+class ConvWeights(NamedTuple):
+    """What `fold_conv_weights` changes in a convolution."""
+
+    weight: Tensor  # (C, inputs per group, height, width)
+    bias: Tensor  # (C,)
+    groups: int
+
+
+def fold_conv_weights(
+    conv: ConvWeights, scale: Tensor, shift: Tensor, matrix: Tensor | None = None
+) -> ConvWeights | None:
+    """Weights of the convolution that does conv → scale, shift → matrix in one step.
+
+    Args:
+        conv: the convolution.
+        scale, shift: the norm, (C,) each.
+        matrix: applied within each group of K channels, (G, K, K).
+
+    Returns:
+        The merged convolution, or None if the matrix joins channels of different convolution groups and these cannot be
+        merged into fewer groups that hold whole matrix groups.
+    """
+    weight = conv.weight * scale[:, None, None, None]
+    bias = conv.bias * scale + shift
+    if matrix is None:
+        return ConvWeights(weight, bias, conv.groups)
+    groups = _merged_groups(len(weight), conv.groups, matrix.shape[-1])
+    if groups is None:
+        return None
+    weight = _merge_groups(weight, conv.groups, groups)
+    return ConvWeights(_mix_rows(weight, matrix), _mix_rows(bias, matrix), groups)
+
+
+class FoldedCE2d(nn.Module):
+    """CE in deployment, after a convolution that has absorbed the norm's scale: (M + Diag(a_n)) (x + shift).
+
+    Numerics: the norm's shift stays here and out of the convolution, so x is centred on the running mean and its
+    instance variance can be had in one pass, E[x²] − E[x]², without cancellation.
+
+    Shape: (N, C, H, W) -> (N, C, H, W).
+    """
+
+    shift: Tensor
+    matrix: Tensor | None
+    gain_weight: Tensor
+    gain_offset: Tensor
+
+    def __init__(self, ce: nn.Module, shift: Tensor, act: nn.Module | None) -> None:
+        """Take over what `ce` uses in evaluation."""
+        super().__init__()
+        one = torch.ones((), dtype=shift.dtype, device=shift.device)
+        lam = ce.mix if isinstance(ce, ChannelEquilibrium2d) else 0 * one
+        alpha = one if ce.blend is None else ce.blend
+        matrix = fixed_matrix(ce)
+        self.register_buffer("shift", shift.detach())
+        self.register_buffer("matrix", None if matrix is None else matrix.detach())
+        self.register_buffer("gain_weight", (alpha * (1 - lam)).detach())
+        # with a matrix, the identity part of a blend is on its diagonal
+        self.register_buffer("gain_offset", (1 - alpha if matrix is None else 0 * one).detach())
+        self.ir = ce.ir if isinstance(ce, ChannelEquilibrium2d) else ce
+        if isinstance(ce, BatchDecorrelation2d):
+            self.ir = None
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Gate each sample, mix, activate."""
+        gain = None
+        dtype = F.statistics_dtype(x)
+        scale = x.new_ones(x.shape[1], dtype=dtype)
+        if self.ir is not None:
+            pixels = x.shape[2] * x.shape[3]
+            mean = x.mean((2, 3), dtype=dtype)
+            square = torch.linalg.vector_norm(x, dim=(2, 3), dtype=dtype).square() / pixels
+            var = (square - mean.square()).clamp_min(0)
+            gain = self.ir.gain(F.Moments(mean, var, None, pixels), scale, batch=False)
+            gain = self.gain_weight * gain + self.gain_offset
+        shift = self.shift.to(dtype)
+        matrix = None if self.matrix is None else self.matrix.to(dtype)
+        y = F.mix(x, *F.coefficients(scale, shift, inv_sqrt=matrix, gain=gain))
+        return y if self.act is None else self.act(y)
+
+
+def fixed_matrix(ce: nn.Module) -> Tensor | None:
+    """The part of a CE layer's evaluation map that is the same for every sample, (G, K, K), if it has one."""
+    if isinstance(ce, InstanceReweighting2d):
+        return None
+    bd, lam = (ce.bd, ce.mix) if isinstance(ce, ChannelEquilibrium2d) else (ce, 1)
+    matrix = lam * bd.running_inv_sqrt
+    if ce.blend is None:
+        return matrix
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    return (1 - ce.blend) * eye + ce.blend * matrix
+
+
+@torch.no_grad()
+def fold_ce(model: nn.Module, example_input: Tensor | None = None) -> nn.Module:
+    """Copy `model` into its deploy form: same outputs in evaluation, no batch norm before a CE.
+
+    Batch norms go into the convolutions before them, those without CE too where their input allows it. Batch
+    decorrelation alone goes there as well; of full CE a `FoldedCE2d` remains.
+
+    Args:
+        model: a network with CE, in evaluation mode. It is not changed.
+        example_input: a batch the model accepts; needed only if it does not take (N, C, H, W) images.
+
+    Raises:
+        ValueError: the model is in training mode, has no CE, or has a CE that cannot be folded: another norm than batch
+            norm, no convolution right before the norm (pre-activation order), a convolution whose output or weights
+            are used elsewhere too.
+    """
+    _check_model(model)
+    folded = deepcopy(model)
+    watched = (NormCE2d, nn.Conv2d)
+    flow = trace(folded, lambda m: isinstance(m, watched) or _is_bare_norm(m), example_input)
+    calls: dict[nn.Module, list[Call]] = {}
+    for call in flow.calls:
+        calls.setdefault(call.module, []).append(call)
+    inside = {part for m in folded.modules() if isinstance(m, NormCE2d) for part in m.modules()}
+    for name, module in list(folded.named_modules()):
+        if isinstance(module, NormCE2d):
+            conv = _convolution_before(flow, calls, module)
+            if isinstance(conv, str):
+                raise ValueError(f"cannot fold {name} of {type(model).__name__}: {conv}")
+            folded.set_submodule(name, _fold_norm_ce(conv, module))
+        elif _is_bare_norm(module) and module not in inside and module in calls:
+            conv = _convolution_before(flow, calls, module)
+            if isinstance(conv, nn.Conv2d):
+                _fold_norm(conv, module)
+                folded.set_submodule(name, inner_activation(module) or nn.Identity())
+    return folded
+
+
+def _check_model(model: nn.Module) -> None:
+    name = type(model).__name__
+    if any(module.training for module in model.modules()):
+        raise ValueError(f"fold_ce needs {name} in evaluation mode; call model.eval() first")
+    if isinstance(model, NormCE2d):
+        raise ValueError("fold_ce folds into the convolution before a norm; pass the network that holds both")
+    layers = dict(ce_layers(model))
+    if not layers:
+        raise ValueError(f"{name} has no CE layer to fold")
+    wrapped = {module.ce for module in model.modules() if isinstance(module, NormCE2d)}
+    for layer_name, layer in layers.items():
+        if layer not in wrapped:
+            raise ValueError(f"cannot fold {layer_name} of {name}: it is not behind a norm in a NormCE2d")
+
+
+def _is_bare_norm(module: nn.Module) -> bool:
+    if isinstance(module, nn.BatchNorm2d | nn.SyncBatchNorm) and inner_activation(module) is not None:
+        return not uses_batch_statistics(module)
+    return is_batch_norm(module) and not uses_batch_statistics(module)
+
+
+def _convolution_before(
+    flow: Dataflow, calls: dict[nn.Module, list[Call]], module: nn.Module
+) -> nn.Conv2d | str:
+    """The convolution whose only reader is `module`, or the reason why there is none to fold into."""
+    norm = module.norm if isinstance(module, NormCE2d) else module
+    if isinstance(module, NormCE2d) and not (is_batch_norm(norm) and not uses_batch_statistics(norm)):
+        return f"{type(norm).__name__} does not become a fixed map in evaluation; only batch norm does"
+    if len(calls.get(module, [])) != 1:
+        return f"it runs {len(calls.get(module, []))} times in a forward pass, not once"
+    source = flow.sole_source(calls[module][0])
+    if source is None:
+        return (
+            "its input is not the output of a convolution that nothing else reads "
+            "(pre-activation order, or a shared feature map)"
+        )
+    conv = source.module
+    if not isinstance(conv, nn.Conv2d):
+        return f"its input comes from {type(conv).__name__}, not from a convolution"
+    if type(conv) is not nn.Conv2d and type(conv).__name__ != "Conv2dSame":
+        return f"{type(conv).__name__} may change its weight on the way; only Conv2d is known to be linear in it"
+    if len(calls[conv]) != 1:
+        return f"its convolution runs {len(calls[conv])} times in a forward pass: it is shared"
+    return conv
+
+
+def _conv_weights(conv: nn.Conv2d) -> ConvWeights:
+    bias = conv.weight.new_zeros(conv.out_channels) if conv.bias is None else conv.bias
+    return ConvWeights(conv.weight, bias, conv.groups)
+
+
+def _set_weights(conv: nn.Conv2d, new: ConvWeights) -> None:
+    conv.weight = nn.Parameter(new.weight.to(conv.weight.dtype), requires_grad=False)
+    conv.bias = nn.Parameter(new.bias.to(conv.weight.dtype), requires_grad=False)
+    conv.groups = new.groups
+
+
+def _norm_affine(conv: nn.Conv2d, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    example = conv.weight.new_empty(1, conv.out_channels, 1, 1)
+    return affine(norm, example, None, batch=False)
+
+
+def _fold_norm(conv: nn.Conv2d, norm: nn.Module) -> None:
+    new = fold_conv_weights(_conv_weights(conv), *_norm_affine(conv, norm))
+    assert new is not None
+    _set_weights(conv, new)
+
+
+def _fold_norm_ce(conv: nn.Conv2d, module: NormCE2d) -> nn.Module:
+    """Fold the norm, and CE as far as it goes, into `conv`; return what is left to run in its place."""
+    scale, shift = _norm_affine(conv, module.norm)
+    if isinstance(module.ce, BatchDecorrelation2d):
+        new = fold_conv_weights(_conv_weights(conv), scale, shift, fixed_matrix(module.ce))
+        if new is not None:
+            _set_weights(conv, new)
+            return module.act or nn.Identity()
+    new = fold_conv_weights(_conv_weights(conv), scale, shift)
+    assert new is not None
+    _set_weights(conv, new)
+    conv.bias = None
+    return FoldedCE2d(module.ce, new.bias, module.act).eval()
+
+
+def _merged_groups(channels: int, groups: int, group_size: int) -> int | None:
+    """Most convolution groups, merged from `groups`, that each hold whole matrix groups."""
+    if groups == 1:
+        return 1
+    for merged in range(groups, 1, -1):
+        if groups % merged == 0 and channels // merged % group_size == 0:
+            return merged
+    return 1 if channels <= group_size else None
+
+
+def _merge_groups(weight: Tensor, groups: int, merged: int) -> Tensor:
+    """Weights of a grouped convolution written with fewer groups, the new connections zero."""
+    joined = groups // merged
+    outputs, inputs, *kernel = weight.shape
+    blocks = weight.reshape(merged, joined, outputs // groups, inputs, *kernel)
+    wide = weight.new_zeros(merged, joined, outputs // groups, joined, inputs, *kernel)
+    for position in range(joined):
+        wide[:, position, :, position] = blocks[:, position]
+    return wide.reshape(outputs, joined * inputs, *kernel)
+
+
+def _mix_rows(values: Tensor, matrix: Tensor) -> Tensor:
+    """Apply `matrix` within each group of rows; the last group may be ragged."""
+    groups, group_size, _ = matrix.shape
+    flat = values.reshape(len(values), -1).to(matrix.dtype)
+    padded = torch.nn.functional.pad(flat, (0, 0, 0, groups * group_size - len(values)))
+    mixed = matrix @ padded.unflatten(0, (groups, group_size))
+    return mixed.flatten(0, 1)[: len(values)].reshape(values.shape)

@@ -1,0 +1,340 @@
+"""The channel equilibrium block as pure functions: the paper in plain PyTorch.
+
+The block is one pass that measures and one pass that applies, with small-tensor algebra between:
+
+    moments(x)         mean (N,C), var (N,C), cov (G,K,K)           reads x
+    decorrelation      W (G,K,K)       Eq. batch-co, Eq. Newtoniter
+    inverse_std        s^{-1/2} ()     Eq. inputAII, Eq. reparam1
+    instance_gain      a (N,C)         Eq. reparam1, Eq. reparam2
+    coefficients       P (G,K,K), d (N,C), c (N,C)                   Eq. CE with Eq. D_n-relax
+    mix(x, P, d, c)    P·x + d_n ⊙ x + c_n                           reads x, writes y
+
+N samples, C channels, G groups of K channels (the last group takes the remainder and is padded), L = H·W
+pixels. The normalizer enters as x̃ = scale ⊙ x + shift, one value per channel. Equation names are the labels
+in the paper's source; docs/paper.md has the whole table.
+
+Numerics: everything is computed in float32, or in float64 for float64 input, with autocast disabled;
+`mix` returns the dtype and memory format of x. Variances and covariances are biased (1/L, 1/M).
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.nn.functional import layer_norm, linear, max_pool2d, pad
+
+# Σ + (RIDGE · tr Σ / K + RIDGE_FLOOR) · I: relative, so that weak channels keep their correlations; the floor only
+# decides what happens when a whole group is zero
+RIDGE = 1e-5
+RIDGE_FLOOR = 1e-10
+GATE_NORM_EPS = 1e-5
+
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
+
+
+class Moments(NamedTuple):
+    """Per-instance mean and variance over `pixels` values, and the covariance of each group if measured."""
+
+    mean: Tensor  # (N, C)
+    var: Tensor  # (N, C)
+    cov: Tensor | None  # (G, K, K)
+    pixels: int  # L
+
+
+class Gate(NamedTuple):
+    """θ of Eq. reparam2: two bias-free linear layers with a LayerNorm between them."""
+
+    w1: Tensor  # (hidden, C)
+    norm_weight: Tensor  # (hidden,)
+    norm_bias: Tensor  # (hidden,)
+    w2: Tensor  # (C, hidden)
+
+
+class Coefficients(NamedTuple):
+    """What `mix` applies. P is None without batch decorrelation, d is None without a per-sample term."""
+
+    P: Tensor | None  # (G, K, K)
+    d: Tensor | None  # (N, C)
+    c: Tensor  # (N, C) or (1, C)
+
+
+def _full_precision(function: Callable[Params, Result]) -> Callable[Params, Result]:
+    """Disable autocast around `function`, whose first argument is a tensor."""
+
+    @wraps(function)
+    def wrapped(*args: Params.args, **kwargs: Params.kwargs) -> Result:
+        device = cast(Tensor, args[0]).device.type
+        if not torch.amp.is_autocast_available(device):
+            return function(*args, **kwargs)
+        with torch.autocast(device, enabled=False):
+            return function(*args, **kwargs)
+
+    return wrapped
+
+
+def statistics_dtype(x: Tensor) -> torch.dtype:
+    """The dtype statistics of x are computed in: float64 for float64, else float32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def sign_of(scale: Tensor) -> Tensor:
+    """+1 or −1 per channel, never 0."""
+    return 1 - 2 * scale.signbit().to(scale.dtype)
+
+
+def num_groups(channels: int, group_size: int) -> int:
+    """Number of groups of `group_size` contiguous channels, a ragged last one counted."""
+    return -(-channels // group_size)
+
+
+def _grouped(values: Tensor, group_size: int) -> Tensor:
+    """(…, C) -> (…, G, K), the last group padded with zeros."""
+    channels = values.shape[-1]
+    groups = num_groups(channels, group_size)
+    if groups * group_size != channels:
+        values = pad(values, (0, groups * group_size - channels))
+    return values.unflatten(-1, (groups, group_size))
+
+
+def _grouped_pixels(x: Tensor, group_size: int) -> Tensor:
+    """(N, C, H, W) -> (N·G, K, L), the last group padded with zeros."""
+    n, channels, height, width = x.shape
+    groups = num_groups(channels, group_size)
+    if groups * group_size != channels:
+        x = pad(x, (0, 0, 0, 0, 0, groups * group_size - channels))
+    return x.reshape(n * groups, group_size, height * width)
+
+
+class _Moments(torch.autograd.Function):
+    """Instance mean and variance (N,C) and group covariance (G,K,K) of x, keeping nothing but x for backward.
+
+    The covariance is what varies inside the images plus what varies between their means (the law of total variance
+    of Appendix B, for the whole matrix): two passes, and both parts positive semidefinite. The gradient is
+    linear in x, so backward is a `mix`, and differentiable again.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+        n, channels, height, width = x.shape
+        mean = x.mean((2, 3))
+        centered = _grouped_pixels(x - mean[:, :, None, None], group_size)
+        inside = (centered @ centered.mT / (height * width)).unflatten(0, (n, -1))  # (N, G, K, K)
+        between = _grouped(mean - mean.mean(0), group_size).transpose(0, 1)  # (G, N, K)
+        var = inside.diagonal(dim1=-2, dim2=-1).flatten(1)[:, :channels]
+        return mean, var.contiguous(), inside.mean(0) + between.mT @ between / n
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: tuple[Tensor, ...]) -> None:
+        ctx.save_for_backward(inputs[0], output[0])
+        ctx.group_size = inputs[1]
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_mean: Tensor, grad_var: Tensor, grad_cov: Tensor
+    ) -> tuple[Tensor, None]:
+        x, mean = ctx.saved_tensors
+        n, channels, height, width = x.shape
+        P = (grad_cov + grad_cov.mT) / (n * height * width)
+        d = 2 / (height * width) * grad_var
+        P_mean = P @ _grouped(mean.mean(0), ctx.group_size)[:, :, None]
+        c = grad_mean / (height * width) - d * mean - P_mean.flatten()[:channels]
+        return mix(x, P, d, c), None
+
+
+@_full_precision
+def moments(
+    x: Tensor, group_size: int | None = 16, pool: int = 1, sign: Tensor | None = None
+) -> Moments:
+    """Measure x: instance moments (Eq. IN) and the covariance of each group (Eq. batch-co).
+
+    Args:
+        x: feature map of any floating dtype and layout.
+        group_size: channels per covariance group; None leaves the covariance out.
+        pool: side of the max-pool window x goes through before its covariance is taken (1 = none). Windows
+            at the border may be partial, so every pixel counts.
+        sign: ±1 per channel. Pooling sign·x and not x makes pooling commute with an affine map
+            whose scale has that sign.
+
+    Shape: x (N, C, H, W); mean and var (N, C); cov (G, K, K), zero in the padding of a ragged group.
+    """
+    x = x.to(statistics_dtype(x))
+    pixels = x.shape[2] * x.shape[3]
+    if group_size is None:
+        mean = x.mean((2, 3))
+        var = (x - mean[:, :, None, None]).square().mean((2, 3))
+        return Moments(mean, var, None, pixels)
+    mean, var, cov = _Moments.apply(x, group_size)
+    if pool > 1:
+        sign = torch.ones_like(mean[0]) if sign is None else sign.to(x.dtype)
+        pooled = max_pool2d(sign[:, None, None] * x, pool, ceil_mode=True) * sign[:, None, None]
+        _, _, cov = _Moments.apply(pooled, group_size)
+    return Moments(mean, var, cov, pixels)
+
+
+@_full_precision
+def newton_inverse_sqrt(sigma: Tensor, steps: int = 3) -> Tensor:
+    """Newton iterate for (Σ / tr Σ)^{-1/2} after `steps` steps, Eq. Newtoniter.
+
+    The number of steps is part of the definition: at 3 the iterate is far from converged, and its spectrum lies
+    in [1, 1.5^steps] for every positive semidefinite Σ. Computed in the coupled form Y → (Σ/trΣ)^{1/2},
+    Z → (Σ/trΣ)^{-1/2}: the same polynomial as the printed iteration, without its instability.
+
+    Shape: (…, K, K) -> (…, K, K).
+    """
+    eye = torch.eye(sigma.shape[-1], dtype=sigma.dtype, device=sigma.device)
+    trace = sigma.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+    y = sigma / trace
+    z = step = 1.5 * eye - 0.5 * y
+    for _ in range(steps - 1):
+        y = y @ step
+        step = 1.5 * eye - 0.5 * z @ y
+        z = step @ z
+    return z
+
+
+@_full_precision
+def decorrelation(cov: Tensor, scale: Tensor, newton_steps: int = 3) -> Tensor:
+    """Batch decorrelation operator W of each group, from the covariance of x and the norm's scale.
+
+    Σ = cov ⊙ (scale scaleᵀ) (Eq. batch-co) plus a relative ridge, then Eq. Newtoniter. W = I in the padding of
+    a ragged group.
+
+    Shape: cov (G, K, K), scale (C,) -> (G, K, K).
+    """
+    group_size = cov.shape[-1]
+    scale_GK = _grouped(scale, group_size)
+    valid_GK = _grouped(torch.ones_like(scale), group_size)
+    sigma = cov * scale_GK[:, :, None] * scale_GK[:, None, :]
+    trace = sigma.diagonal(dim1=-2, dim2=-1).sum(-1)
+    ridge = RIDGE * trace / valid_GK.sum(-1) + RIDGE_FLOOR
+    inv_sqrt = newton_inverse_sqrt(sigma + torch.diag_embed(ridge[:, None] * valid_GK), newton_steps)
+    if scale.numel() % group_size == 0:
+        return inv_sqrt
+    return inv_sqrt * valid_GK[:, :, None] + torch.diag_embed(1 - valid_GK)
+
+
+def inverse_std(var: Tensor, scale: Tensor, eps: float = 1e-5) -> Tensor:
+    """s^{-1/2}, s the mean over samples and channels of σ̃² = var ⊙ scale² (Eq. inputAII, Eq. reparam1)."""
+    return ((var * scale.square()).mean() + eps).rsqrt()
+
+
+@_full_precision
+def instance_gain(var: Tensor, scale: Tensor, inv_std: Tensor, gate: Gate) -> Tensor:
+    """Instance reweighting a_n = sigmoid(W2 relu(LN(W1 σ̃²_n))) · s^{-1/2} (Eq. reparam1, Eq. reparam2).
+
+    The gate sees σ̃²/s. The LayerNorm makes that the function of the paper, and the constant inside it no longer
+    switches the gate off when the norm's scale is small.
+
+    Shape: var (N, C), scale (C,), inv_std () -> (N, C).
+    """
+    gate = Gate(*(weight.to(var.dtype) for weight in gate))
+    relative_var = var * scale.square() * inv_std.square()
+    hidden = linear(relative_var, gate.w1)
+    hidden = layer_norm(hidden, hidden.shape[-1:], gate.norm_weight, gate.norm_bias, GATE_NORM_EPS)
+    return linear(hidden.relu(), gate.w2).sigmoid() * inv_std
+
+
+@_full_precision
+def coefficients(
+    scale: Tensor,
+    shift: Tensor,
+    *,
+    inv_sqrt: Tensor | None = None,
+    gain: Tensor | None = None,
+    lam: Tensor | None = None,
+    blend: Tensor | None = None,
+) -> Coefficients:
+    """Fold norm and block into one affine map per sample: (λW + (1−λ)Diag(a_n)) (scale ⊙ x + shift).
+
+    Eq. CE with the relaxed operator of Eq. D_n-relax. One branch may be missing; then there is no λ.
+
+    Args:
+        scale, shift: the normalizer, (C,) each.
+        inv_sqrt: W of the batch decorrelation branch, (G, K, K).
+        gain: a_n of the instance reweighting branch, (N, C).
+        lam: λ in (0, 1), needed when both branches are there.
+        blend: α. The result is x̃ + α · (block(x̃) − x̃).
+    """
+    matrix, d, c = None, None, torch.zeros_like(shift)[None]
+    if inv_sqrt is not None:
+        group_size = inv_sqrt.shape[-1]
+        weighted = inv_sqrt if lam is None else lam * inv_sqrt
+        matrix = weighted * _grouped(scale, group_size)[:, None, :]
+        shifted = weighted @ _grouped(shift, group_size)[:, :, None]
+        c = c + shifted.flatten()[: shift.numel()]
+    if gain is not None:
+        weighted = gain if lam is None else (1 - lam) * gain
+        d = weighted * scale
+        c = c + weighted * shift
+    if blend is not None:
+        matrix = None if matrix is None else blend * matrix
+        d = (1 - blend) * scale[None] if d is None else (1 - blend) * scale + blend * d
+        c = (1 - blend) * shift + blend * c
+    return Coefficients(matrix, d, c)
+
+
+@_full_precision
+def mix(x: Tensor, P: Tensor | None, d: Tensor | None, c: Tensor) -> Tensor:
+    """y = P·x + d_n ⊙ x + c_n, P acting inside each group of channels.
+
+    Shape: x (N, C, H, W) -> (N, C, H, W), in the dtype and memory format of x.
+    """
+    values = x.to(c.dtype)
+    if P is None:
+        assert d is not None, "mix needs P, d or both"
+        return torch.addcmul(c[:, :, None, None], d[:, :, None, None], values).to(x.dtype)
+    n, channels, height, width = x.shape
+    groups, group_size, _ = P.shape
+    operator = P if d is None else P + torch.diag_embed(_grouped(d, group_size))
+    y = torch.baddbmm(
+        _grouped(c, group_size).expand(n, -1, -1).reshape(n * groups, group_size, 1),
+        operator.expand(n, -1, -1, -1).reshape(n * groups, group_size, group_size),
+        _grouped_pixels(values, group_size),
+    )
+    y = y.view(n, groups * group_size, height, width).to(x.dtype)
+    if groups * group_size != channels:
+        y = y[:, :channels]
+    channels_last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    return y.contiguous(
+        memory_format=torch.channels_last if channels_last else torch.contiguous_format
+    )
+
+
+def channel_equilibrium(
+    x: Tensor,
+    gate: Gate,
+    lam: Tensor,
+    *,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    inv_sqrt: Tensor | None = None,
+    inv_std: Tensor | None = None,
+    group_size: int = 16,
+    newton_steps: int = 3,
+    pool: int = 1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Channel equilibrium of scale ⊙ x + shift, Eq. CE: the whole block as one function.
+
+    Args:
+        x: input of the normalizer, or its output when scale and shift are left out.
+        gate: weights of the instance gate.
+        lam: λ, the share of batch decorrelation.
+        scale, shift: the normalizer as an affine map per channel, (C,) each.
+        inv_sqrt, inv_std: W and s^{-1/2} to use instead of the batch's own: the running averages, in evaluation.
+        group_size, newton_steps, pool, eps: as in `ChannelEquilibrium2d`.
+    """
+    dtype = statistics_dtype(x)
+    scale = x.new_ones(x.shape[1], dtype=dtype) if scale is None else scale.to(dtype)
+    shift = torch.zeros_like(scale) if shift is None else shift.to(dtype)
+    _, var, cov, _ = moments(x, group_size if inv_sqrt is None else None, pool, sign_of(scale))
+    if inv_sqrt is None:
+        assert cov is not None
+        inv_sqrt = decorrelation(cov, scale, newton_steps)
+    if inv_std is None:
+        inv_std = inverse_std(var, scale, eps)
+    gain = instance_gain(var, scale, inv_std, gate)
+    return mix(x, *coefficients(scale, shift, inv_sqrt=inv_sqrt, gain=gain, lam=lam))

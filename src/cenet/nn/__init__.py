@@ -1,0 +1,19 @@
+"""Layers: CE and its branches, and the wrapper that puts them behind a norm."""
+
+from cenet.nn.layers import (
+    BatchDecorrelation2d,
+    ChannelEquilibrium2d,
+    EquilibriumLayer,
+    InstanceReweighting2d,
+    ce_layers,
+)
+from cenet.nn.norm_ce import NormCE2d
+
+__all__ = [
+    "BatchDecorrelation2d",
+    "ChannelEquilibrium2d",
+    "EquilibriumLayer",
+    "InstanceReweighting2d",
+    "NormCE2d",
+    "ce_layers",
+]

@@ -1,0 +1,109 @@
+"""`NormCE2d`: norm → CE → activation in the place of a norm."""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from cenet import functional as F
+from cenet.nn import norms
+from cenet.nn.layers import EquilibriumLayer
+
+
+class NormCE2d(nn.Module):
+    """A norm followed by channel equilibrium and, if given, the activation.
+
+    After a batch norm, norm and CE are one affine map per sample: x is measured once and mapped once,
+    and the norm's running statistics are kept as the norm would keep them. Any other norm runs first as
+    it is. A checkpoint of the bare norm loads: its keys go to `norm.*`, and only `ce.*` keys are missing.
+
+    Args:
+        norm: BatchNorm2d, SyncBatchNorm, a frozen batch norm, GroupNorm, InstanceNorm2d, a LayerNorm2d over
+            channels, or None for no norm.
+        ce: `ChannelEquilibrium2d`, `BatchDecorrelation2d` or `InstanceReweighting2d`.
+        act: activation module applied to the result.
+        start: "paper", or "identity" to blend CE in from zero: y = x̃ + α·(CE(x̃) − x̃), with a learned
+            scalar α = 0 at first, which leaves the output of a trained network as it was.
+
+    Shape: (N, C, H, W) -> (N, C, H, W).
+
+    >>> from cenet import ChannelEquilibrium2d, NormCE2d
+    >>> layer = NormCE2d(nn.BatchNorm2d(64), ChannelEquilibrium2d(64), nn.ReLU())
+    >>> y = layer(torch.randn(8, 64, 14, 14))
+    """
+
+    def __init__(
+        self,
+        norm: nn.Module | None,
+        ce: EquilibriumLayer,
+        act: nn.Module | None = None,
+        *,
+        start: Literal["paper", "identity"] = "paper",
+    ) -> None:
+        """Check that the parts fit together."""
+        super().__init__()
+        if not isinstance(ce, EquilibriumLayer):
+            raise TypeError(f"ce={ce!r} is not a CE layer; use ChannelEquilibrium2d(num_features)")
+        if act is not None and not isinstance(act, nn.Module):
+            raise TypeError(f"act={act!r} is not a module; use an instance such as nn.ReLU()")
+        if start not in ("paper", "identity"):
+            raise ValueError(f'start={start!r} must be "paper" or "identity"')
+        if norm is not None and not isinstance(norm, nn.Identity):
+            _check_norm(norm, ce)
+        self.norm = nn.Identity() if norm is None else norm
+        self.ce = ce
+        self.act = act
+        # set by insert_ce_ when it replaced a zero-initialised weight of the norm by ones
+        self.had_zero_weight = False
+        # names of the parts of the norm that insert_ce_ moved into `act`
+        self.moved: tuple[str, ...] = ()
+        if start == "identity":
+            example = next(ce.parameters(), None)
+            example = next(ce.buffers()) if example is None else example
+            ce.blend = nn.Parameter(torch.zeros((), device=example.device, dtype=example.dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize, equilibrate, activate."""
+        y = self._as_one_map(x) if norms.is_affine(self.norm) else self.ce(self.norm(x))
+        return y if self.act is None else self.act(y)
+
+    def _as_one_map(self, x: Tensor) -> Tensor:
+        norm, ce = self.norm, self.ce
+        ce.check_input(x)
+        ce_batch = ce.uses_batch(x)
+        norm_batch = norms.uses_batch_statistics(norm) and x.numel() > 0
+        if norm_batch and x.shape[2] * x.shape[3] == 1 and x.shape[0] == 1:
+            raise ValueError(
+                f"expected more than 1 value per channel when training, got input size {tuple(x.shape)}"
+            )
+        moments = ce.measure(x, batch=ce_batch, sign=norms.weight_sign(norm, x))
+        if norm_batch and moments is None:
+            moments = F.moments(x, group_size=None)
+        scale, shift = norms.affine(norm, x, moments, batch=norm_batch)
+        return F.mix(x, *ce.coefficients(moments, scale, shift, batch=ce_batch))
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        # a checkpoint written before the norm was wrapped: bn1.weight -> bn1.norm.weight
+        for name in self.norm.state_dict():
+            old, new = f"{prefix}{name}", f"{prefix}norm.{name}"
+            if old in state_dict and new not in state_dict:
+                state_dict[new] = state_dict.pop(old)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def _check_norm(norm: nn.Module, ce: EquilibriumLayer) -> None:
+    channels = norms.norm_channels(norm)
+    if channels is None:
+        raise TypeError(
+            f"norm={norm!r} is not a norm over (N, C, H, W) that CE can follow; use BatchNorm2d, GroupNorm, "
+            "InstanceNorm2d, a LayerNorm2d over channels, or None"
+        )
+    if channels != ce.num_features:
+        raise ValueError(f"norm has {channels} channels but ce has {ce.num_features}")
+    if norms.inner_activation(norm) is not None:
+        raise ValueError(
+            f"{type(norm).__name__} applies its activation itself, so CE would come after it; use cenet.insert_ce_, "
+            "which takes them apart, or pass a norm without activation"
+        )

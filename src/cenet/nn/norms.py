@@ -1,0 +1,104 @@
+"""What the library knows about other people's norms: their channels, their activation, their affine form."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cenet import functional as F
+from cenet.nn.running import average_
+
+# torchvision's and timm's frozen batch norms have no base class to test for, only buffers and this name
+FROZEN_BATCH_NORMS = ("FrozenBatchNorm2d", "FrozenBatchNormAct2d")
+
+
+def norm_channels(module: nn.Module) -> int | None:
+    """Channels of a norm over (N, C, H, W), or None if `module` is not one CE can follow."""
+    if isinstance(module, nn.BatchNorm2d | nn.SyncBatchNorm | nn.InstanceNorm2d):
+        return module.num_features or None  # 0 in a lazy norm that has seen no input
+    if isinstance(module, nn.GroupNorm):
+        return module.num_channels
+    # plain LayerNorm works on the last dimension; torchvision's and timm's LayerNorm2d on channels
+    if isinstance(module, nn.LayerNorm) and "2d" in type(module).__name__:
+        return int(module.normalized_shape[0])
+    if _is_frozen_batch_norm(module):
+        return int(module.get_buffer("running_mean").numel())
+    return None
+
+
+def inner_activation(norm: nn.Module) -> nn.Module | None:
+    """The activation that a norm such as timm's `BatchNormAct2d` applies itself, with its dropout if it has one."""
+    parts = [getattr(norm, name, None) for name in ("drop", "act")]
+    live = [part for part in parts if isinstance(part, nn.Module) and not isinstance(part, nn.Identity)]
+    if not live:
+        return None
+    return live[0] if len(live) == 1 else nn.Sequential(*live)
+
+
+def is_batch_norm(norm: nn.Module) -> bool:
+    """Whether `norm` computes exactly what `affine` says: batch norm, frozen or not, and nothing after it."""
+    known = (
+        type(norm) in (nn.BatchNorm2d, nn.SyncBatchNorm)
+        or _is_frozen_batch_norm(norm)
+        or (isinstance(norm, nn.BatchNorm2d | nn.SyncBatchNorm) and _is_norm_act(norm))
+    )
+    return known and inner_activation(norm) is None
+
+
+def uses_batch_statistics(norm: nn.Module) -> bool:
+    """Whether a batch norm normalizes by its batch (training, or no running statistics)."""
+    if _is_frozen_batch_norm(norm):
+        return False
+    return norm.training or norm.running_mean is None
+
+
+def is_affine(norm: nn.Module) -> bool:
+    """Whether scale and shift of `norm` can be had without calling it.
+
+    A synchronized norm in training has to talk to other ranks, and a hooked norm expects to be called.
+    """
+    synchronizes = isinstance(norm, nn.SyncBatchNorm) and uses_batch_statistics(norm)
+    hooked = norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks
+    return is_batch_norm(norm) and not synchronizes and not hooked
+
+
+def affine(norm: Any, x: Tensor, moments: F.Moments | None, *, batch: bool) -> tuple[Tensor, Tensor]:
+    """Scale and shift of a batch norm on x: x̃ = scale ⊙ x + shift.
+
+    With `batch` they come from the moments of x, which enter the norm's running statistics as they would
+    in its own forward pass (unbiased variance, its momentum), except that a non-finite batch does not.
+    """
+    if batch:
+        assert moments is not None
+        # Eq. BN of Appendix B: μ = E[μ_IN], σ² = E[σ²_IN] + D[μ_IN]
+        mean = moments.mean.mean(0)
+        var = moments.var.mean(0) + (moments.mean - mean).square().mean(0)
+        if norm.training and norm.running_mean is not None:
+            count = x.shape[0] * moments.pixels
+            averages = [(norm.running_mean, mean), (norm.running_var, var * (count / (count - 1)))]
+            average_(averages, norm.num_batches_tracked, norm.momentum, debias=False)
+    else:
+        mean, var = _values(norm.running_mean, 0.0, x), _values(norm.running_var, 1.0, x)
+    scale = _values(norm.weight, 1.0, x) * (var + norm.eps).rsqrt()
+    return scale, _values(norm.bias, 0.0, x) - mean * scale
+
+
+def weight_sign(norm: Any, x: Tensor) -> Tensor:
+    """Sign of the scale of a batch norm, known before x is measured."""
+    return F.sign_of(_values(norm.weight, 1.0, x))
+
+
+def _values(values: Tensor | None, default: float, x: Tensor) -> Tensor:
+    dtype = F.statistics_dtype(x)
+    if values is None:
+        return x.new_full((x.shape[1],), default, dtype=dtype)
+    # buffers are copied: autograd may keep them, and a later training step changes them in place
+    return values.to(dtype, copy=not isinstance(values, nn.Parameter))
+
+
+def _is_norm_act(norm: nn.Module) -> bool:
+    return isinstance(getattr(norm, "act", None), nn.Module) and hasattr(norm, "drop")
+
+
+def _is_frozen_batch_norm(module: nn.Module) -> bool:
+    return type(module).__name__ in FROZEN_BATCH_NORMS
