@@ -2,6 +2,8 @@
 
 from cenet import functional
 from cenet.calibration import update_ce_stats
+from cenet.checkpoints import load_released_ce_
+from cenet.folding import fold_ce
 from cenet.nn import (
     BatchDecorrelation2d,
     ChannelEquilibrium2d,
@@ -11,3 +13,20 @@ from cenet.nn import (
 from cenet.surgery import CESite, ce_sites, freeze_ce_, insert_ce_, remove_ce_, unfreeze_ce_
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "BatchDecorrelation2d",
+    "CESite",
+    "ChannelEquilibrium2d",
+    "InstanceReweighting2d",
+    "NormCE2d",
+    "ce_sites",
+    "fold_ce",
+    "freeze_ce_",
+    "functional",
+    "insert_ce_",
+    "load_released_ce_",
+    "remove_ce_",
+    "unfreeze_ce_",
+    "update_ce_stats",
+]

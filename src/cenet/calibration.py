@@ -1,4 +1,4 @@
-"""Precise running statistics: re-estimate what evaluation uses from data, after averaging weights for example."""
+"""Precise running statistics: re-estimate from data what evaluation uses."""
 
 from collections.abc import Iterable
 from itertools import islice
@@ -20,8 +20,10 @@ def update_ce_stats(
 ) -> int:
     """Replace the running statistics of every CE layer by their plain average over batches of data.
 
-    The rest of the network runs in evaluation mode, so the statistics are those evaluation will meet and nothing
-    else changes: recalibrate batch norms first (`torch.optim.swa_utils.update_bn`) if they need it. Frozen layers
+    The rest of the network runs in evaluation mode, so the statistics are those evaluation will
+    meet and nothing
+    else changes: recalibrate batch norms first (`torch.optim.swa_utils.update_bn`) if they need it.
+        Frozen layers
     keep theirs. If the loader fails or is empty, the old statistics come back.
 
     Args:
@@ -35,7 +37,9 @@ def update_ce_stats(
     """
     layers = [layer for _, layer in ce_layers(model) if not layer.frozen]
     if not layers:
-        raise ValueError(f"{type(model).__name__} has no CE layer whose statistics could be updated")
+        raise ValueError(
+            f"{type(model).__name__} has no CE layer whose statistics could be updated"
+        )
     if num_batches is not None and num_batches < 1:
         raise ValueError(f"num_batches={num_batches} must be at least 1")
     branches = [branch for layer in layers for branch in _branches(layer)]

@@ -1,7 +1,7 @@
 """Which module feeds which, read off the autograd graph of one run on the meta device.
 
-A network says where its tensors go only by running. Running it on meta tensors costs no arithmetic, changes no
-buffer and works with any Python control flow, and autograd records the flow for free.
+A network says where its tensors go only by running. Running it on meta tensors costs no arithmetic,
+changes no buffer and works with any Python control flow, and autograd records the flow for free.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -16,12 +16,14 @@ from torch.utils._pytree import tree_leaves
 
 IMAGE_SIZES = (224, 32, 64, 28, 96, 128, 256, 299, 384, 512)
 
+# autograd's names of the functions that follow a norm as its activation
 ACTIVATIONS = frozenset(
     f"{name}Backward0"
     for name in (
-        "Relu LeakyRelu PreluKernel RreluWithNoise Elu Selu Celu Silu Mish Gelu Hardtanh Hardswish Hardsigmoid "
-        "Sigmoid Tanh Softplus Clamp ClampMin Threshold LogSigmoid"
-    ).split()
+        *("Relu", "LeakyRelu", "PreluKernel", "RreluWithNoise", "Threshold", "Clamp", "ClampMin"),
+        *("Elu", "Selu", "Celu", "Silu", "Mish", "Gelu", "Softplus", "LogSigmoid"),
+        *("Hardtanh", "Hardswish", "Hardsigmoid", "Sigmoid", "Tanh"),
+    )
 )
 
 
@@ -57,7 +59,7 @@ class Dataflow:
         return any(consumer.name() in ACTIVATIONS for consumer in self.consumers[node])
 
     def residual_branches(self) -> Iterator[set[Node]]:
-        """For every addition of two feature maps that share an origin, the operations of its longer branch alone."""
+        """For every sum of two feature maps of one origin, the operations of its longer branch."""
         for node in list(self.consumers):
             parents = [parent for parent, _ in node.next_functions if parent is not None]
             if node.name() != "AddBackward0" or len(parents) != 2 or _rank(node) != 4:
@@ -70,9 +72,11 @@ class Dataflow:
 def trace(
     model: nn.Module, watch: Callable[[nn.Module], bool], example_input: Tensor | None = None
 ) -> Dataflow:
-    """Run `model` once in evaluation mode on meta tensors and record the flow between watched modules.
+    """Run `model` once in evaluation mode on meta tensors and record the flow between watched
+    modules.
 
-    Without `example_input`, an RGB-like image of the channels the first convolution expects is tried in several sizes.
+    Without `example_input`, an RGB-like image of the channels the first convolution expects is
+    tried in several sizes.
     """
     failure: Exception | None = None
     for shape in _shapes(model, example_input):
@@ -81,8 +85,8 @@ def trace(
         except Exception as error:  # whatever the model raises on an input it does not take
             failure = failure or error
     raise ValueError(
-        f"could not run {type(model).__name__} on meta tensors to see where its norms lead ({failure}); pass "
-        "example_input=a batch the model accepts"
+        f"could not run {type(model).__name__} on meta tensors to see where its norms lead "
+        f"({failure}); pass example_input=a batch the model accepts"
     ) from failure
 
 

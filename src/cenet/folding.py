@@ -1,19 +1,29 @@
-"""Deploy form: batch norm and what CE fixes in evaluation become weights of the convolution before them.
+"""Deploy form: batch norm and what CE fixes in evaluation become weights of the convolution before
+them.
 
-Batch decorrelation alone disappears. Full CE cannot: the instance branch needs the normalized map itself, so what
-remains is one fixed matrix per group and the gate, `FoldedCE2d`.
+Batch decorrelation alone disappears. Full CE cannot: the instance branch needs the normalized map
+itself, so what remains is one fixed matrix per group and the gate, `FoldedCE2d`.
 """
 
 from copy import deepcopy
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from cenet import functional as F
 from cenet.dataflow import Call, Dataflow, trace
-from cenet.nn import BatchDecorrelation2d, ChannelEquilibrium2d, InstanceReweighting2d, NormCE2d, ce_layers
+from cenet.nn import (
+    BatchDecorrelation2d,
+    ChannelEquilibrium2d,
+    EquilibriumLayer,
+    InstanceReweighting2d,
+    NormCE2d,
+    ce_layers,
+)
 from cenet.nn.norms import affine, inner_activation, is_batch_norm, uses_batch_statistics
+
+Branch = TypeVar("Branch", bound=EquilibriumLayer)
 
 
 class ConvWeights(NamedTuple):
@@ -35,8 +45,8 @@ def fold_conv_weights(
         matrix: applied within each group of K channels, (G, K, K).
 
     Returns:
-        The merged convolution, or None if the matrix joins channels of different convolution groups and these cannot be
-        merged into fewer groups that hold whole matrix groups.
+        The merged convolution, or None if the matrix joins channels of different convolution groups
+        and these cannot be merged into fewer groups that hold whole matrix groups.
     """
     weight = conv.weight * scale[:, None, None, None]
     bias = conv.bias * scale + shift
@@ -50,10 +60,11 @@ def fold_conv_weights(
 
 
 class FoldedCE2d(nn.Module):
-    """CE in deployment, after a convolution that has absorbed the norm's scale: (M + Diag(a_n)) (x + shift).
+    """CE in deployment, after a convolution that has absorbed the norm's scale: (M + Diag(a_n)) (x
+    + shift).
 
-    Numerics: the norm's shift stays here and out of the convolution, so x is centred on the running mean and its
-    instance variance can be had in one pass, E[x²] − E[x]², without cancellation.
+    Numerics: the norm's shift stays here and out of the convolution, so x is centred on the running
+    mean and its instance variance can be had in one pass, E[x²] − E[x]², without cancellation.
 
     Shape: (N, C, H, W) -> (N, C, H, W).
     """
@@ -63,21 +74,17 @@ class FoldedCE2d(nn.Module):
     gain_weight: Tensor
     gain_offset: Tensor
 
-    def __init__(self, ce: nn.Module, shift: Tensor, act: nn.Module | None) -> None:
+    def __init__(self, ce: EquilibriumLayer, shift: Tensor, act: nn.Module | None) -> None:
         """Take over what `ce` uses in evaluation."""
         super().__init__()
-        one = torch.ones((), dtype=shift.dtype, device=shift.device)
-        lam = ce.mix if isinstance(ce, ChannelEquilibrium2d) else 0 * one
-        alpha = one if ce.blend is None else ce.blend
+        identity, _, reweighting = _shares(ce)
         matrix = fixed_matrix(ce)
-        self.register_buffer("shift", shift.detach())
-        self.register_buffer("matrix", None if matrix is None else matrix.detach())
-        self.register_buffer("gain_weight", (alpha * (1 - lam)).detach())
-        # with a matrix, the identity part of a blend is on its diagonal
-        self.register_buffer("gain_offset", (1 - alpha if matrix is None else 0 * one).detach())
-        self.ir = ce.ir if isinstance(ce, ChannelEquilibrium2d) else ce
-        if isinstance(ce, BatchDecorrelation2d):
-            self.ir = None
+        self.register_buffer("shift", shift)
+        self.register_buffer("matrix", matrix)
+        self.register_buffer("gain_weight", reweighting)
+        # with a matrix, the identity is on its diagonal
+        self.register_buffer("gain_offset", identity if matrix is None else 0 * identity)
+        self.ir = _branch(ce, InstanceReweighting2d)
         self.act = act
 
     def forward(self, x: Tensor) -> Tensor:
@@ -92,39 +99,54 @@ class FoldedCE2d(nn.Module):
             var = (square - mean.square()).clamp_min(0)
             gain = self.ir.gain(F.Moments(mean, var, None, pixels), scale, batch=False)
             gain = self.gain_weight * gain + self.gain_offset
-        shift = self.shift.to(dtype)
         matrix = None if self.matrix is None else self.matrix.to(dtype)
-        y = F.mix(x, *F.coefficients(scale, shift, inv_sqrt=matrix, gain=gain))
+        coefficients = F.coefficients(scale, self.shift.to(dtype), inv_sqrt=matrix, gain=gain)
+        y = F.mix(x, *coefficients)
         return y if self.act is None else self.act(y)
 
 
-def fixed_matrix(ce: nn.Module) -> Tensor | None:
-    """The part of a CE layer's evaluation map that is the same for every sample, (G, K, K), if it has one."""
-    if isinstance(ce, InstanceReweighting2d):
+def fixed_matrix(ce: EquilibriumLayer) -> Tensor | None:
+    """The part of a CE layer in evaluation that is the same for every sample, (G, K, K), if any."""
+    bd = _branch(ce, BatchDecorrelation2d)
+    if bd is None:
         return None
-    bd, lam = (ce.bd, ce.mix) if isinstance(ce, ChannelEquilibrium2d) else (ce, 1)
-    matrix = lam * bd.running_inv_sqrt
-    if ce.blend is None:
-        return matrix
-    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    return (1 - ce.blend) * eye + ce.blend * matrix
+    identity, decorrelation, _ = _shares(ce)
+    return decorrelation * bd.running_inv_sqrt + identity * torch.eye(
+        bd.group_size, dtype=identity.dtype, device=identity.device
+    )
+
+
+def _shares(ce: EquilibriumLayer) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights of identity, batch decorrelation and instance reweighting in the output of `ce`."""
+    one = next(ce.buffers()).new_ones(())
+    alpha = one if ce.blend is None else ce.blend.detach()
+    if isinstance(ce, ChannelEquilibrium2d):
+        lam = ce.mix.detach()
+    else:
+        lam = one * isinstance(ce, BatchDecorrelation2d)
+    return 1 - alpha, alpha * lam, alpha * (1 - lam)
+
+
+def _branch(ce: EquilibriumLayer, kind: type[Branch]) -> Branch | None:
+    return next((module for module in ce.modules() if isinstance(module, kind)), None)
 
 
 @torch.no_grad()
 def fold_ce(model: nn.Module, example_input: Tensor | None = None) -> nn.Module:
     """Copy `model` into its deploy form: same outputs in evaluation, no batch norm before a CE.
 
-    Batch norms go into the convolutions before them, those without CE too where their input allows it. Batch
-    decorrelation alone goes there as well; of full CE a `FoldedCE2d` remains.
+    Batch norms go into the convolutions before them, those without CE too where their input allows
+    it. Batch decorrelation alone goes there as well; of full CE a `FoldedCE2d` remains.
 
     Args:
         model: a network with CE, in evaluation mode. It is not changed.
-        example_input: a batch the model accepts; needed only if it does not take (N, C, H, W) images.
+        example_input: a batch the model accepts; needed only if it does not take (N, C, H, W)
+            images.
 
     Raises:
-        ValueError: the model is in training mode, has no CE, or has a CE that cannot be folded: another norm than batch
-            norm, no convolution right before the norm (pre-activation order), a convolution whose output or weights
-            are used elsewhere too.
+        ValueError: the model is in training mode, has no CE, or has a CE that cannot be folded:
+            another norm than batch norm, no convolution right before the norm (pre-activation
+            order), a convolution whose output or weights are used elsewhere too.
     """
     _check_model(model)
     folded = deepcopy(model)
@@ -153,18 +175,25 @@ def _check_model(model: nn.Module) -> None:
     if any(module.training for module in model.modules()):
         raise ValueError(f"fold_ce needs {name} in evaluation mode; call model.eval() first")
     if isinstance(model, NormCE2d):
-        raise ValueError("fold_ce folds into the convolution before a norm; pass the network that holds both")
+        raise ValueError(
+            "fold_ce folds into the convolution before a norm; pass the network that holds both"
+        )
     layers = dict(ce_layers(model))
     if not layers:
         raise ValueError(f"{name} has no CE layer to fold")
     wrapped = {module.ce for module in model.modules() if isinstance(module, NormCE2d)}
     for layer_name, layer in layers.items():
         if layer not in wrapped:
-            raise ValueError(f"cannot fold {layer_name} of {name}: it is not behind a norm in a NormCE2d")
+            raise ValueError(
+                f"cannot fold {layer_name} of {name}: it is not behind a norm in a NormCE2d"
+            )
 
 
 def _is_bare_norm(module: nn.Module) -> bool:
-    if isinstance(module, nn.BatchNorm2d | nn.SyncBatchNorm) and inner_activation(module) is not None:
+    if (
+        isinstance(module, nn.BatchNorm2d | nn.SyncBatchNorm)
+        and inner_activation(module) is not None
+    ):
         return not uses_batch_statistics(module)
     return is_batch_norm(module) and not uses_batch_statistics(module)
 
@@ -172,10 +201,14 @@ def _is_bare_norm(module: nn.Module) -> bool:
 def _convolution_before(
     flow: Dataflow, calls: dict[nn.Module, list[Call]], module: nn.Module
 ) -> nn.Conv2d | str:
-    """The convolution whose only reader is `module`, or the reason why there is none to fold into."""
+    """The convolution whose only reader is `module`, or the reason why there is none."""
     norm = module.norm if isinstance(module, NormCE2d) else module
-    if isinstance(module, NormCE2d) and not (is_batch_norm(norm) and not uses_batch_statistics(norm)):
-        return f"{type(norm).__name__} does not become a fixed map in evaluation; only batch norm does"
+    if isinstance(module, NormCE2d) and not (
+        is_batch_norm(norm) and not uses_batch_statistics(norm)
+    ):
+        return (
+            f"{type(norm).__name__} does not become a fixed map in evaluation; only batch norm does"
+        )
     if len(calls.get(module, [])) != 1:
         return f"it runs {len(calls.get(module, []))} times in a forward pass, not once"
     source = flow.sole_source(calls[module][0])
@@ -188,7 +221,7 @@ def _convolution_before(
     if not isinstance(conv, nn.Conv2d):
         return f"its input comes from {type(conv).__name__}, not from a convolution"
     if type(conv) is not nn.Conv2d and type(conv).__name__ != "Conv2dSame":
-        return f"{type(conv).__name__} may change its weight on the way; only Conv2d is known to be linear in it"
+        return f"{type(conv).__name__} may not use its weight as it is; only Conv2d is known to"
     if len(calls[conv]) != 1:
         return f"its convolution runs {len(calls[conv])} times in a forward pass: it is shared"
     return conv
@@ -217,7 +250,7 @@ def _fold_norm(conv: nn.Conv2d, norm: nn.Module) -> None:
 
 
 def _fold_norm_ce(conv: nn.Conv2d, module: NormCE2d) -> nn.Module:
-    """Fold the norm, and CE as far as it goes, into `conv`; return what is left to run in its place."""
+    """Fold the norm, and CE as far as it goes, into `conv`; return what is left to run."""
     scale, shift = _norm_affine(conv, module.norm)
     if isinstance(module.ce, BatchDecorrelation2d):
         new = fold_conv_weights(_conv_weights(conv), scale, shift, fixed_matrix(module.ce))
@@ -257,5 +290,5 @@ def _mix_rows(values: Tensor, matrix: Tensor) -> Tensor:
     groups, group_size, _ = matrix.shape
     flat = values.reshape(len(values), -1).to(matrix.dtype)
     padded = torch.nn.functional.pad(flat, (0, 0, 0, groups * group_size - len(values)))
-    mixed = matrix @ padded.unflatten(0, (groups, group_size))
+    mixed = matrix @ padded.reshape(groups, group_size, -1)
     return mixed.flatten(0, 1)[: len(values)].reshape(values.shape)

@@ -5,16 +5,17 @@ The block is one pass that measures and one pass that applies, with small-tensor
     moments(x)         mean (N,C), var (N,C), cov (G,K,K)           reads x
     decorrelation      W (G,K,K)       Eq. batch-co, Eq. Newtoniter
     inverse_std        s^{-1/2} ()     Eq. inputAII, Eq. reparam1
-    instance_gain      a (N,C)         Eq. reparam1, Eq. reparam2
+    instance_gain      a (N,C)         Eq. reparam1, Eq. reparam2 (instance_gate)
     coefficients       P (G,K,K), d (N,C), c (N,C)                   Eq. CE with Eq. D_n-relax
     mix(x, P, d, c)    P·x + d_n ⊙ x + c_n                           reads x, writes y
 
-N samples, C channels, G groups of K channels (the last group takes the remainder and is padded), L = H·W
-pixels. The normalizer enters as x̃ = scale ⊙ x + shift, one value per channel. Equation names are the labels
-in the paper's source; docs/paper.md has the whole table.
+N samples, C channels, G groups of K channels (the last group takes the remainder and is padded), L
+= H·W pixels. The normalizer enters as x̃ = scale ⊙ x + shift, one value per channel. Equation names
+are the labels in the paper's source; docs/paper.md has the whole table.
 
-Numerics: everything is computed in float32, or in float64 for float64 input, with autocast disabled;
-`mix` returns the dtype and memory format of x. Variances and covariances are biased (1/L, 1/M).
+Numerics: everything is computed in float32, or in float64 for float64 input, with autocast
+disabled; `mix` returns the dtype and memory format of x. Variances and covariances are biased (1/L,
+1/M).
 """
 
 from collections.abc import Callable
@@ -25,8 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, linear, max_pool2d, pad
 
-# Σ + (RIDGE · tr Σ / K + RIDGE_FLOOR) · I: relative, so that weak channels keep their correlations; the floor only
-# decides what happens when a whole group is zero
+# Σ + (RIDGE · tr Σ / K + RIDGE_FLOOR) · I: relative, so that weak channels keep their correlations;
+# the floor only decides what happens when a whole group is zero
 RIDGE = 1e-5
 RIDGE_FLOOR = 1e-10
 GATE_NORM_EPS = 1e-5
@@ -36,7 +37,7 @@ Result = TypeVar("Result")
 
 
 class Moments(NamedTuple):
-    """Per-instance mean and variance over `pixels` values, and the covariance of each group if measured."""
+    """Instance mean and variance over `pixels` values; covariance of each group, if taken."""
 
     mean: Tensor  # (N, C)
     var: Tensor  # (N, C)
@@ -54,7 +55,7 @@ class Gate(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """What `mix` applies. P is None without batch decorrelation, d is None without a per-sample term."""
+    """What `mix` applies. P is None without decorrelation, d without a per-sample term."""
 
     P: Tensor | None  # (G, K, K)
     d: Tensor | None  # (N, C)
@@ -96,7 +97,7 @@ def _grouped(values: Tensor, group_size: int) -> Tensor:
     groups = num_groups(channels, group_size)
     if groups * group_size != channels:
         values = pad(values, (0, groups * group_size - channels))
-    return values.unflatten(-1, (groups, group_size))
+    return values.reshape(*values.shape[:-1], groups, group_size)
 
 
 def _grouped_pixels(x: Tensor, group_size: int) -> Tensor:
@@ -109,11 +110,12 @@ def _grouped_pixels(x: Tensor, group_size: int) -> Tensor:
 
 
 class _Moments(torch.autograd.Function):
-    """Instance mean and variance (N,C) and group covariance (G,K,K) of x, keeping nothing but x for backward.
+    """Instance mean and variance (N,C) and group covariance (G,K,K) of x, keeping nothing but x for
+    backward.
 
-    The covariance is what varies inside the images plus what varies between their means (the law of total variance
-    of Appendix B, for the whole matrix): two passes, and both parts positive semidefinite. The gradient is
-    linear in x, so backward is a `mix`, and differentiable again.
+    The covariance is what varies inside the images plus what varies between their means (the law of
+    total variance of Appendix B, for the whole matrix): two passes, and both parts positive
+    semidefinite. The gradient is linear in x, so backward is a `mix`, and differentiable again.
     """
 
     @staticmethod
@@ -121,7 +123,8 @@ class _Moments(torch.autograd.Function):
         n, channels, height, width = x.shape
         mean = x.mean((2, 3))
         centered = _grouped_pixels(x - mean[:, :, None, None], group_size)
-        inside = (centered @ centered.mT / (height * width)).unflatten(0, (n, -1))  # (N, G, K, K)
+        inside = centered @ centered.mT / (height * width)
+        inside = inside.reshape(n, -1, group_size, group_size)
         between = _grouped(mean - mean.mean(0), group_size).transpose(0, 1)  # (G, N, K)
         var = inside.diagonal(dim1=-2, dim2=-1).flatten(1)[:, :channels]
         return mean, var.contiguous(), inside.mean(0) + between.mT @ between / n
@@ -153,12 +156,13 @@ def moments(
     Args:
         x: feature map of any floating dtype and layout.
         group_size: channels per covariance group; None leaves the covariance out.
-        pool: side of the max-pool window x goes through before its covariance is taken (1 = none). Windows
-            at the border may be partial, so every pixel counts.
+        pool: side of the max-pool window x goes through before its covariance is taken (1 = none).
+            Windows at the border may be partial, so every pixel counts.
         sign: ±1 per channel. Pooling sign·x and not x makes pooling commute with an affine map
             whose scale has that sign.
 
-    Shape: x (N, C, H, W); mean and var (N, C); cov (G, K, K), zero in the padding of a ragged group.
+    Shape: x (N, C, H, W); mean and var (N, C); cov (G, K, K), zero in the padding of a ragged
+    group.
     """
     x = x.to(statistics_dtype(x))
     pixels = x.shape[2] * x.shape[3]
@@ -178,9 +182,11 @@ def moments(
 def newton_inverse_sqrt(sigma: Tensor, steps: int = 3) -> Tensor:
     """Newton iterate for (Σ / tr Σ)^{-1/2} after `steps` steps, Eq. Newtoniter.
 
-    The number of steps is part of the definition: at 3 the iterate is far from converged, and its spectrum lies
-    in [1, 1.5^steps] for every positive semidefinite Σ. Computed in the coupled form Y → (Σ/trΣ)^{1/2},
-    Z → (Σ/trΣ)^{-1/2}: the same polynomial as the printed iteration, without its instability.
+    The number of steps is part of the definition: at 3 the iterate is far from converged, and its
+        spectrum lies
+    in [1, 1.5^steps] for every positive semidefinite Σ. Computed in the coupled form Y →
+    (Σ/trΣ)^{1/2}, Z → (Σ/trΣ)^{-1/2}: the same polynomial as the printed iteration, without its
+    instability.
 
     Shape: (…, K, K) -> (…, K, K).
     """
@@ -199,8 +205,8 @@ def newton_inverse_sqrt(sigma: Tensor, steps: int = 3) -> Tensor:
 def decorrelation(cov: Tensor, scale: Tensor, newton_steps: int = 3) -> Tensor:
     """Batch decorrelation operator W of each group, from the covariance of x and the norm's scale.
 
-    Σ = cov ⊙ (scale scaleᵀ) (Eq. batch-co) plus a relative ridge, then Eq. Newtoniter. W = I in the padding of
-    a ragged group.
+    Σ = cov ⊙ (scale scaleᵀ) (Eq. batch-co) plus a relative ridge, then Eq. Newtoniter. W = I in the
+    padding of a ragged group.
 
     Shape: cov (G, K, K), scale (C,) -> (G, K, K).
     """
@@ -210,31 +216,40 @@ def decorrelation(cov: Tensor, scale: Tensor, newton_steps: int = 3) -> Tensor:
     sigma = cov * scale_GK[:, :, None] * scale_GK[:, None, :]
     trace = sigma.diagonal(dim1=-2, dim2=-1).sum(-1)
     ridge = RIDGE * trace / valid_GK.sum(-1) + RIDGE_FLOOR
-    inv_sqrt = newton_inverse_sqrt(sigma + torch.diag_embed(ridge[:, None] * valid_GK), newton_steps)
+    inv_sqrt = newton_inverse_sqrt(
+        sigma + torch.diag_embed(ridge[:, None] * valid_GK), newton_steps
+    )
     if scale.numel() % group_size == 0:
         return inv_sqrt
     return inv_sqrt * valid_GK[:, :, None] + torch.diag_embed(1 - valid_GK)
 
 
 def inverse_std(var: Tensor, scale: Tensor, eps: float = 1e-5) -> Tensor:
-    """s^{-1/2}, s the mean over samples and channels of σ̃² = var ⊙ scale² (Eq. inputAII, Eq. reparam1)."""
+    """s^{-1/2}, s the mean of σ̃² = var ⊙ scale² over all (Eq. inputAII, Eq. reparam1)."""
     return ((var * scale.square()).mean() + eps).rsqrt()
 
 
 @_full_precision
-def instance_gain(var: Tensor, scale: Tensor, inv_std: Tensor, gate: Gate) -> Tensor:
-    """Instance reweighting a_n = sigmoid(W2 relu(LN(W1 σ̃²_n))) · s^{-1/2} (Eq. reparam1, Eq. reparam2).
+def instance_gate(variance: Tensor, gate: Gate) -> Tensor:
+    """Gate of instance reweighting in (0, 1): sigmoid(W2 relu(LN(W1 variance_n))) (Eq. reparam2).
 
-    The gate sees σ̃²/s. The LayerNorm makes that the function of the paper, and the constant inside it no longer
-    switches the gate off when the norm's scale is small.
+    Shape: (N, C) -> (N, C).
+    """
+    gate = Gate(*(weight.to(variance.dtype) for weight in gate))
+    hidden = linear(variance, gate.w1)
+    hidden = layer_norm(hidden, hidden.shape[-1:], gate.norm_weight, gate.norm_bias, GATE_NORM_EPS)
+    return linear(hidden.relu(), gate.w2).sigmoid()
+
+
+def instance_gain(var: Tensor, scale: Tensor, inv_std: Tensor, gate: Gate) -> Tensor:
+    """Instance reweighting a_n = gate(σ̃²_n / s) · s^{-1/2} (Eq. inputAII, Eq. reparam1).
+
+    The gate sees σ̃²/s. Its LayerNorm makes that the function of the paper, and the constant inside
+    it no longer switches the gate off when the norm's scale is small.
 
     Shape: var (N, C), scale (C,), inv_std () -> (N, C).
     """
-    gate = Gate(*(weight.to(var.dtype) for weight in gate))
-    relative_var = var * scale.square() * inv_std.square()
-    hidden = linear(relative_var, gate.w1)
-    hidden = layer_norm(hidden, hidden.shape[-1:], gate.norm_weight, gate.norm_bias, GATE_NORM_EPS)
-    return linear(hidden.relu(), gate.w2).sigmoid() * inv_std
+    return instance_gate(var * scale.square() * inv_std.square(), gate) * inv_std
 
 
 @_full_precision
@@ -247,9 +262,11 @@ def coefficients(
     lam: Tensor | None = None,
     blend: Tensor | None = None,
 ) -> Coefficients:
-    """Fold norm and block into one affine map per sample: (λW + (1−λ)Diag(a_n)) (scale ⊙ x + shift).
+    """Fold norm and block into one affine map per sample: (λW + (1−λ)Diag(a_n)) (scale ⊙ x +
+    shift).
 
-    Eq. CE with the relaxed operator of Eq. D_n-relax. One branch may be missing; then there is no λ.
+    Eq. CE with the relaxed operator of Eq. D_n-relax. One branch may be missing; then there is no
+    λ.
 
     Args:
         scale, shift: the normalizer, (C,) each.
@@ -324,7 +341,8 @@ def channel_equilibrium(
         gate: weights of the instance gate.
         lam: λ, the share of batch decorrelation.
         scale, shift: the normalizer as an affine map per channel, (C,) each.
-        inv_sqrt, inv_std: W and s^{-1/2} to use instead of the batch's own: the running averages, in evaluation.
+        inv_sqrt, inv_std: W and s^{-1/2} to use instead of the batch's own: the running averages,
+            in evaluation.
         group_size, newton_steps, pool, eps: as in `ChannelEquilibrium2d`.
     """
     dtype = statistics_dtype(x)

@@ -1,7 +1,8 @@
 """Put CE into any network and take it out again, in place.
 
-Placement follows the paper where the network has residual blocks: the last norm of each block. Elsewhere every norm that
-feeds an activation is taken. A predicate `filter_fn(module, name)` over the norms overrides both.
+Placement follows the paper where the network has residual blocks: the last norm of each block.
+Elsewhere every norm that feeds an activation is taken. A predicate `filter_fn(module, name)` over
+the norms overrides both.
 """
 
 import warnings
@@ -28,11 +29,13 @@ class CESite(NamedTuple):
 
 
 def ce_sites(model: nn.Module, example_input: Tensor | None = None) -> list[CESite]:
-    """List the norms of `model` that CE could follow, and whether `insert_ce_` chooses them by default.
+    """List the norms of `model` that CE could follow, and whether `insert_ce_` chooses them by
+    default.
 
     Args:
         model: any network whose norms are modules. It is not changed.
-        example_input: a batch the model accepts; needed only if it does not take (N, C, H, W) images.
+        example_input: a batch the model accepts; needed only if it does not take (N, C, H, W)
+            images.
     """
     norms = _bare_norms(model)
     chosen = _default_norms(model, norms, example_input) if norms else set()
@@ -53,17 +56,21 @@ def insert_ce_(
 ) -> list[str]:
     """Put a CE layer behind norms of `model`, in place, and return their names.
 
-    The weights stay, and a checkpoint of the original network still loads: only `.ce.` keys are missing.
-    A norm whose weight is all zero (zero-initialised residual branches) leaves CE nothing to work on: its weight is
-    set to one, with a warning, unless `start="identity"`.
+    The weights stay, and a checkpoint of the original network still loads: only `.ce.` keys are
+        missing.
+    A norm whose weight is all zero (zero-initialised residual branches) leaves CE nothing to work
+    on: its weight is set to one, with a warning, unless `start="identity"`.
 
     Args:
         model: any network whose norms are modules.
-        filter_fn: `filter_fn(norm, name)` decides about each norm; by default the last norm of each residual
-            block, or without such blocks every norm that feeds an activation (see `ce_sites`).
+        filter_fn: `filter_fn(norm, name)` decides about each norm; by default the last norm of each
+            residual block, or without such blocks every norm that feeds an activation (see
+            `ce_sites`).
         layer: `ChannelEquilibrium2d`, `BatchDecorrelation2d` or `InstanceReweighting2d`.
-        start: "identity" leaves the output of the network unchanged until it is trained (see `NormCE2d`).
-        example_input: a batch the model accepts; needed only if it does not take (N, C, H, W) images.
+        start: "identity" leaves the output of the network unchanged until it is trained (see
+            `NormCE2d`).
+        example_input: a batch the model accepts; needed only if it does not take (N, C, H, W)
+            images.
         **layer_kwargs: passed to `layer`, e.g. `group_size=32`.
 
     Raises:
@@ -93,7 +100,8 @@ def insert_ce_(
 def remove_ce_(model: nn.Module) -> list[str]:
     """Take every `NormCE2d` out of `model`, in place, put its norm back and return the names.
 
-    A weight that `insert_ce_` raised from zero to one goes back to zero if training has not moved it.
+    A weight that `insert_ce_` raised from zero to one goes back to zero if training has not moved
+    it.
     """
     sites = {
         name: module
@@ -101,9 +109,13 @@ def remove_ce_(model: nn.Module) -> list[str]:
         if isinstance(module, NormCE2d)
     }
     if not sites:
-        raise ValueError(f"{type(model).__name__} has no NormCE2d to remove; insert_ce_ puts them in")
+        raise ValueError(
+            f"{type(model).__name__} has no NormCE2d to remove; insert_ce_ puts them in"
+        )
     if "" in sites:
-        raise ValueError("the model is itself a NormCE2d and cannot be replaced in place; use model.norm")
+        raise ValueError(
+            "the model is itself a NormCE2d and cannot be replaced in place; use model.norm"
+        )
     bare = {wrapper: _unwrap(wrapper) for wrapper in sites.values()}
     for name, wrapper in sites.items():
         model.set_submodule(name, bare[wrapper])
@@ -111,7 +123,10 @@ def remove_ce_(model: nn.Module) -> list[str]:
 
 
 def freeze_ce_(model: nn.Module) -> list[str]:
-    """Fix parameters and statistics of every CE layer, in place; `.train()` does not undo it. Returns their names."""
+    """Fix parameters and statistics of every CE layer, in place, and return the names.
+
+    `.train()` does not undo it.
+    """
     layers = _layers(model)
     for layer in layers.values():
         layer.freeze()
@@ -119,7 +134,7 @@ def freeze_ce_(model: nn.Module) -> list[str]:
 
 
 def unfreeze_ce_(model: nn.Module) -> list[str]:
-    """Undo `freeze_ce_`: parameters train and statistics follow the batches again. Returns the names."""
+    """Undo `freeze_ce_`: parameters train and statistics follow the batches again."""
     layers = _layers(model)
     for layer in layers.values():
         layer.unfreeze()
@@ -134,8 +149,13 @@ def _layers(model: nn.Module) -> dict[str, EquilibriumLayer]:
 
 
 def _bare_norms(model: nn.Module) -> dict[str, nn.Module]:
-    """Norms CE can follow and does not follow yet. A shared norm appears under each of its names."""
-    taken = {id(part) for module in model.modules() if isinstance(module, NormCE2d) for part in module.modules()}
+    """Norms CE can follow and does not yet. A shared norm appears under each of its names."""
+    taken = {
+        id(part)
+        for module in model.modules()
+        if isinstance(module, NormCE2d)
+        for part in module.modules()
+    }
     return {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)
@@ -174,8 +194,8 @@ def _default_norms(
 def _nothing_matched(model: nn.Module, norms: dict[str, nn.Module]) -> str:
     if not norms:
         return (
-            f"{type(model).__name__} has no norm that CE could follow (BatchNorm2d, GroupNorm, InstanceNorm2d, "
-            "LayerNorm2d) and that it does not follow already"
+            f"{type(model).__name__} has no norm that CE could follow and does not follow already "
+            "(BatchNorm2d, GroupNorm, InstanceNorm2d, LayerNorm2d)"
         )
     candidates = ", ".join(f"{name} ({type(norm).__name__})" for name, norm in norms.items())
     return f"no norm of {type(model).__name__} matched; candidates for filter_fn: {candidates}"
@@ -190,8 +210,8 @@ def _wrap(norm: nn.Module, ce: EquilibriumLayer, start: Literal["paper", "identi
     act = inner_activation(norm)
     if act is None:
         return NormCE2d(norm, ce, start=start).train(norm.training)
-    # norm and activation in one module (timm's BatchNormAct2d): CE goes between them, so the wrapper takes over
-    # the activation and hands it back in _unwrap
+    # norm and activation in one module (timm's BatchNormAct2d): CE goes between them, so the
+    # wrapper takes over the activation and hands it back in _unwrap
     moved = ("drop", "act") if isinstance(act, nn.Sequential) else ("act",)
     for name in moved:
         setattr(norm, name, nn.Identity())
@@ -202,13 +222,15 @@ def _wrap(norm: nn.Module, ce: EquilibriumLayer, start: Literal["paper", "identi
 
 def _unwrap(wrapper: NormCE2d) -> nn.Module:
     norm, act = wrapper.norm, wrapper.act
-    if wrapper.had_zero_weight and bool((norm.weight == 1).all()):
-        nn.init.zeros_(norm.weight)
+    if wrapper.had_zero_weight:
+        weight = norm.get_parameter("weight")
+        if bool(weight.eq(1).all()):
+            nn.init.zeros_(weight)
     if act is None:
         return norm
     if not wrapper.moved:
         return nn.Sequential(norm, act)
-    parts = list(act) if len(wrapper.moved) > 1 else [act]
+    parts = list(act.children()) if len(wrapper.moved) > 1 else [act]
     for name, part in zip(wrapper.moved, parts, strict=True):
         setattr(norm, name, part)
     return norm
@@ -225,7 +247,8 @@ def _awaken(wrappers: dict[str, NormCE2d]) -> None:
             asleep.append(name)
     if asleep:
         warnings.warn(
-            f"the weight of {len(asleep)} norms was all zero, which leaves CE nothing to equilibrate; it is now one "
-            f'({", ".join(asleep)}). remove_ce_ restores it; start="identity" would have left it',
+            f"the weight of {len(asleep)} norms was all zero, which leaves CE nothing to "
+            f"equilibrate; it is now one ({', '.join(asleep)}). remove_ce_ restores it; "
+            'start="identity" would have left it',
             stacklevel=3,
         )

@@ -1,12 +1,8 @@
 """Layers: CE and its branches, and the wrapper that puts them behind a norm."""
 
-from cenet.nn.layers import (
-    BatchDecorrelation2d,
-    ChannelEquilibrium2d,
-    EquilibriumLayer,
-    InstanceReweighting2d,
-    ce_layers,
-)
+from cenet.nn.base import EquilibriumLayer, ce_layers
+from cenet.nn.branches import BatchDecorrelation2d, InstanceReweighting2d
+from cenet.nn.equilibrium import ChannelEquilibrium2d
 from cenet.nn.norm_ce import NormCE2d
 
 __all__ = [

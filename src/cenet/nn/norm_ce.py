@@ -7,23 +7,25 @@ from torch import Tensor, nn
 
 from cenet import functional as F
 from cenet.nn import norms
-from cenet.nn.layers import EquilibriumLayer
+from cenet.nn.base import EquilibriumLayer
 
 
 class NormCE2d(nn.Module):
     """A norm followed by channel equilibrium and, if given, the activation.
 
-    After a batch norm, norm and CE are one affine map per sample: x is measured once and mapped once,
-    and the norm's running statistics are kept as the norm would keep them. Any other norm runs first as
-    it is. A checkpoint of the bare norm loads: its keys go to `norm.*`, and only `ce.*` keys are missing.
+    After a batch norm, norm and CE are one affine map per sample: x is measured once and mapped
+        once,
+    and the norm's running statistics are kept as the norm would keep them. Any other norm runs
+    first as it is. A checkpoint of the bare norm loads: its keys go to `norm.*`, and only `ce.*`
+    keys are missing.
 
     Args:
-        norm: BatchNorm2d, SyncBatchNorm, a frozen batch norm, GroupNorm, InstanceNorm2d, a LayerNorm2d over
-            channels, or None for no norm.
+        norm: BatchNorm2d, SyncBatchNorm, a frozen batch norm, GroupNorm, InstanceNorm2d, a
+            LayerNorm2d over channels, or None for no norm.
         ce: `ChannelEquilibrium2d`, `BatchDecorrelation2d` or `InstanceReweighting2d`.
         act: activation module applied to the result.
-        start: "paper", or "identity" to blend CE in from zero: y = x̃ + α·(CE(x̃) − x̃), with a learned
-            scalar α = 0 at first, which leaves the output of a trained network as it was.
+        start: "paper", or "identity" to blend CE in from zero: y = x̃ + α·(CE(x̃) − x̃), with a
+            learned scalar α = 0 at first, which leaves the output of a trained network as it was.
 
     Shape: (N, C, H, W) -> (N, C, H, W).
 
@@ -58,9 +60,7 @@ class NormCE2d(nn.Module):
         # names of the parts of the norm that insert_ce_ moved into `act`
         self.moved: tuple[str, ...] = ()
         if start == "identity":
-            example = next(ce.parameters(), None)
-            example = next(ce.buffers()) if example is None else example
-            ce.blend = nn.Parameter(torch.zeros((), device=example.device, dtype=example.dtype))
+            ce.blend = nn.Parameter(torch.zeros_like(next(ce.buffers()).sum()))
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize, equilibrate, activate."""
@@ -74,7 +74,8 @@ class NormCE2d(nn.Module):
         norm_batch = norms.uses_batch_statistics(norm) and x.numel() > 0
         if norm_batch and x.shape[2] * x.shape[3] == 1 and x.shape[0] == 1:
             raise ValueError(
-                f"expected more than 1 value per channel when training, got input size {tuple(x.shape)}"
+                "expected more than 1 value per channel when training, "
+                f"got input size {tuple(x.shape)}"
             )
         moments = ce.measure(x, batch=ce_batch, sign=norms.weight_sign(norm, x))
         if norm_batch and moments is None:
@@ -97,13 +98,13 @@ def _check_norm(norm: nn.Module, ce: EquilibriumLayer) -> None:
     channels = norms.norm_channels(norm)
     if channels is None:
         raise TypeError(
-            f"norm={norm!r} is not a norm over (N, C, H, W) that CE can follow; use BatchNorm2d, GroupNorm, "
-            "InstanceNorm2d, a LayerNorm2d over channels, or None"
+            f"norm={norm!r} is not a norm over (N, C, H, W) that CE can follow; use BatchNorm2d, "
+            "GroupNorm, InstanceNorm2d, a LayerNorm2d over channels, or None"
         )
     if channels != ce.num_features:
         raise ValueError(f"norm has {channels} channels but ce has {ce.num_features}")
     if norms.inner_activation(norm) is not None:
         raise ValueError(
-            f"{type(norm).__name__} applies its activation itself, so CE would come after it; use cenet.insert_ce_, "
-            "which takes them apart, or pass a norm without activation"
+            f"{type(norm).__name__} applies its activation itself, so CE would come after it; use "
+            "cenet.insert_ce_, which takes them apart, or pass a norm without activation"
         )

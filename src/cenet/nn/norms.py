@@ -1,14 +1,14 @@
-"""What the library knows about other people's norms: their channels, their activation, their affine form."""
+"""What the library knows about norms: their channels, their activation, their affine form."""
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from cenet import functional as F
 from cenet.nn.running import average_
 
-# torchvision's and timm's frozen batch norms have no base class to test for, only buffers and this name
+# torchvision's and timm's frozen batch norms have no base class to test for, only buffers and this
+# name
 FROZEN_BATCH_NORMS = ("FrozenBatchNorm2d", "FrozenBatchNormAct2d")
 
 
@@ -27,16 +27,18 @@ def norm_channels(module: nn.Module) -> int | None:
 
 
 def inner_activation(norm: nn.Module) -> nn.Module | None:
-    """The activation that a norm such as timm's `BatchNormAct2d` applies itself, with its dropout if it has one."""
+    """The activation (and dropout) that a norm such as timm's `BatchNormAct2d` applies itself."""
     parts = [getattr(norm, name, None) for name in ("drop", "act")]
-    live = [part for part in parts if isinstance(part, nn.Module) and not isinstance(part, nn.Identity)]
+    live = [
+        part for part in parts if isinstance(part, nn.Module) and not isinstance(part, nn.Identity)
+    ]
     if not live:
         return None
     return live[0] if len(live) == 1 else nn.Sequential(*live)
 
 
 def is_batch_norm(norm: nn.Module) -> bool:
-    """Whether `norm` computes exactly what `affine` says: batch norm, frozen or not, and nothing after it."""
+    """Whether `norm` does exactly what `affine` says: batch norm, frozen or not, nothing more."""
     known = (
         type(norm) in (nn.BatchNorm2d, nn.SyncBatchNorm)
         or _is_frozen_batch_norm(norm)
@@ -55,18 +57,22 @@ def uses_batch_statistics(norm: nn.Module) -> bool:
 def is_affine(norm: nn.Module) -> bool:
     """Whether scale and shift of `norm` can be had without calling it.
 
-    A synchronized norm in training has to talk to other ranks, and a hooked norm expects to be called.
+    A synchronized norm in training has to talk to other ranks, and a hooked norm expects to be
+    called.
     """
     synchronizes = isinstance(norm, nn.SyncBatchNorm) and uses_batch_statistics(norm)
     hooked = norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks
     return is_batch_norm(norm) and not synchronizes and not hooked
 
 
-def affine(norm: Any, x: Tensor, moments: F.Moments | None, *, batch: bool) -> tuple[Tensor, Tensor]:
+def affine(
+    norm: Any, x: Tensor, moments: F.Moments | None, *, batch: bool
+) -> tuple[Tensor, Tensor]:
     """Scale and shift of a batch norm on x: x̃ = scale ⊙ x + shift.
 
-    With `batch` they come from the moments of x, which enter the norm's running statistics as they would
-    in its own forward pass (unbiased variance, its momentum), except that a non-finite batch does not.
+    With `batch` they come from the moments of x, which enter the norm's running statistics as they
+    would in its own forward pass (unbiased variance, its momentum), except that a non-finite batch
+    does not.
     """
     if batch:
         assert moments is not None

@@ -1,4 +1,4 @@
-"""Running averages that live in buffers: updated in place, never by a non-finite batch, never twice."""
+"""Running averages in buffers: updated in place, never by a non-finite batch, never twice."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def is_recomputation() -> bool:
-    """Whether this forward pass runs inside a backward pass, that is, repeats one already counted."""
+    """Whether this forward pass runs inside a backward pass: a repeat of one already counted."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._current_graph_task_id() != -1
@@ -23,13 +23,15 @@ def average_(
 ) -> None:
     """Move each running value towards its batch value by `momentum` (Eq. movinginfernce), in place.
 
-    A batch with a non-finite value anywhere changes nothing and is not counted. Nothing is read back to the host.
+    A batch with a non-finite value anywhere changes nothing and is not counted. Nothing is read
+    back to the host.
 
     Args:
         averages: pairs of a running value and the value of this batch.
         count: batches averaged so far, an integer tensor.
         momentum: weight of the new value; None weighs all batches alike.
-        debias: weigh the first batches 1/count where that is more, so that the initial value leaves no trace.
+        debias: weigh the first batches 1/count where that is more, so that the initial value leaves
+            no trace.
     """
     if is_recomputation():
         return

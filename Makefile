@@ -1,0 +1,40 @@
+# Every verb makes .venv and installs what it needs on first use.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: demo test test-all test-gpu lint format bench clean
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	touch $@
+
+demo: $(READY)  ## train with and without CE on digits and compare (CPU, about two minutes)
+	$(BIN)/cenet demo
+
+test: $(READY)  ## the tests CI runs
+	$(BIN)/pytest -m "not slow and not gpu"
+
+test-all: $(READY)  ## with the long tier
+	$(BIN)/pytest -m "not gpu"
+
+test-gpu: $(READY)  ## the tests that need a CUDA device
+	$(BIN)/pytest -m gpu
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)  ## cost of CE on this CPU, as ratios
+	$(BIN)/python benchmarks/bench_resnet50_cpu.py
+
+clean:
+	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,67 @@
+"""Foreign checkpoints: the key layout and conventions of the authors' released CE layer."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from cenet.nn import ChannelEquilibrium2d
+
+RELEASED_KEYS = {
+    "x_weight": "mix_logit",
+    "running_wm": "bd.running_inv_sqrt",
+    "AR.fc.0.weight": "ir.fc1.weight",
+    "AR.fc.1.weight": "ir.norm.weight",
+    "AR.fc.1.bias": "ir.norm.bias",
+    "AR.fc.3.weight": "ir.fc2.weight",
+    "AR.running_scale": "ir.running_inv_std",
+}
+# tracked by the released code and never read
+RELEASED_UNUSED = ("running_mean",)
+
+
+@torch.no_grad()
+def load_released_ce_(layer: ChannelEquilibrium2d, state: Mapping[str, Tensor]) -> None:
+    """Load one CE layer saved by the authors' released code into `layer`, in place.
+
+    That code differs from the paper, and so does `layer` afterwards (`layer.ir.released`, an
+    attribute and not part of the state dict): instance variances are unbiased, and the gate sees
+    them undivided by s. The running √s becomes the running s^{-1/2}. The counters are set so that
+    the next training batch weighs no more than any other.
+
+    Args:
+        layer: built with the group size of the checkpoint.
+        state: the layer's entries, keys without the layer's own prefix.
+
+    Raises:
+        ValueError: keys are missing or unknown, or a shape or value does not fit; the message names
+            all of them.
+    """
+    own = layer.state_dict()
+    problems = [f"missing key {key}" for key in RELEASED_KEYS if key not in state]
+    known = (*RELEASED_KEYS, *RELEASED_UNUSED)
+    problems += [f"unknown key {key}" for key in state if key not in known]
+    new: dict[str, Tensor] = {}
+    for key, name in RELEASED_KEYS.items():
+        if key not in state:
+            continue
+        value = state[key].squeeze() if own[name].dim() == 0 else state[key]
+        if value.shape != own[name].shape:
+            problems.append(
+                f"{key} is {tuple(state[key].shape)}, the layer has {tuple(own[name].shape)}"
+            )
+        elif not bool(value.isfinite().all()):
+            problems.append(f"{key} is not finite")
+        elif key == "AR.running_scale" and not bool(value > 0):
+            problems.append(f"{key}={value.item()} must be positive; was the layer ever trained?")
+        new[name] = 1 / value if key == "AR.running_scale" else value
+    if problems:
+        raise ValueError(
+            f"this is not a released CE layer for {layer.num_features} channels in groups of "
+            f"{layer.bd.group_size}: {'; '.join(problems)}"
+        )
+    for name, value in new.items():
+        own[name].copy_(value)
+    for branch in (layer.bd, layer.ir):
+        branch.num_batches_tracked.fill_(round(1 / (branch.momentum or 0.1)))
+    layer.ir.released = True

@@ -1,0 +1,133 @@
+"""What CE layers share: the way from input to output, freezing, and argument checks."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from cenet import functional as F
+
+
+def check(condition: bool, message: str) -> None:
+    """Raise ValueError with `message` unless `condition` holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def check_counts(**counts: int) -> None:
+    """Raise ValueError for an argument that is not a positive integer."""
+    for name, value in counts.items():
+        check(
+            isinstance(value, int) and value >= 1,
+            f"{name}={value!r} must be an integer of at least 1",
+        )
+
+
+def check_momentum(momentum: float | None) -> None:
+    """Raise ValueError for a momentum that is neither None nor in (0, 1]."""
+    check(
+        momentum is None or 0 < momentum <= 1,
+        f"momentum={momentum!r} must be in (0, 1], or None to weigh all batches alike; "
+        "use freeze() to stop the averages",
+    )
+
+
+class EquilibriumLayer(nn.Module):
+    """What the three layers share: measure x, turn the measurements into coefficients, mix.
+
+    Attributes:
+        frozen: use the running statistics in training mode too. Set by `freeze`, which `.train()`
+            does not undo.
+        blend: learned α of an identity start (`NormCE2d(..., start="identity")`), or None.
+    """
+
+    blend: nn.Parameter | None
+
+    def __init__(self, num_features: int) -> None:
+        """Validate the channel count."""
+        super().__init__()
+        check_counts(num_features=num_features)
+        self.num_features = num_features
+        self.frozen = False
+        self.register_parameter("blend", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Equilibrate x, the output of a norm: (N, C, H, W) -> (N, C, H, W)."""
+        self.check_input(x)
+        batch = self.uses_batch(x)
+        scale = x.new_ones(self.num_features, dtype=F.statistics_dtype(x))
+        moments = self.measure(x, batch=batch)
+        return F.mix(x, *self.coefficients(moments, scale, torch.zeros_like(scale), batch=batch))
+
+    def measure(self, x: Tensor, *, batch: bool, sign: Tensor | None = None) -> F.Moments | None:
+        """Take the moments of x that `coefficients` will ask for, or None if it needs none."""
+        raise NotImplementedError
+
+    def coefficients(
+        self, moments: F.Moments | None, scale: Tensor, shift: Tensor, *, batch: bool
+    ) -> F.Coefficients:
+        """Compute the coefficients of norm and layer together.
+
+        With `batch`, from the statistics of this batch, which enter the running averages; else from
+        those averages.
+        """
+        raise NotImplementedError
+
+    def uses_batch(self, x: Tensor) -> bool:
+        """Whether x will be judged by its own batch statistics; ValueError if it is too small for
+        that.
+
+        An empty batch has no statistics and is passed through on the running ones.
+        """
+        if not self.training or self.frozen or x.numel() == 0:
+            return False
+        self.check_size(x)
+        return True
+
+    def check_size(self, x: Tensor) -> None:
+        """Raise ValueError if x is too small to take batch statistics of."""
+        raise NotImplementedError
+
+    def check_input(self, x: Tensor) -> None:
+        """Raise a clear error for an input of the wrong dtype or shape."""
+        if not x.is_floating_point():
+            raise TypeError(
+                f"expected a floating-point input, got {x.dtype}; convert it with x.float()"
+            )
+        check(
+            x.dim() == 4,
+            f"expected a 4-D input (N, C, H, W), got {x.dim()}-D of shape {tuple(x.shape)}",
+        )
+        check(
+            x.shape[1] == self.num_features,
+            f"expected {self.num_features} channels, got {x.shape[1]} in shape {tuple(x.shape)}",
+        )
+
+    def freeze(self) -> None:
+        """Fix parameters and statistics until `unfreeze`."""
+        self.frozen = True
+        self.requires_grad_(False)
+
+    def unfreeze(self) -> None:
+        """Let parameters train and statistics follow the batches again."""
+        self.frozen = False
+        self.requires_grad_(True)
+
+    def reset_running_stats(self) -> None:
+        """Forget the running statistics."""
+        raise NotImplementedError
+
+    def reset_parameters(self) -> None:
+        """Start over: fresh parameters, no running statistics."""
+        self.reset_running_stats()
+        if self.blend is not None:
+            nn.init.zeros_(self.blend)
+
+
+def ce_layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, EquilibriumLayer]]:
+    """Every CE layer under `module` with its name, but not the branches inside one."""
+    if isinstance(module, EquilibriumLayer):
+        yield prefix, module
+        return
+    for name, child in module.named_children():
+        yield from ce_layers(child, f"{prefix}.{name}" if prefix else name)
