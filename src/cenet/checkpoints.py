@@ -24,10 +24,10 @@ RELEASED_UNUSED = ("running_mean",)
 def load_released_ce_(layer: ChannelEquilibrium2d, state: Mapping[str, Tensor]) -> None:
     """Load one CE layer saved by the authors' released code into `layer`, in place.
 
-    That code differs from the paper, and so does `layer` afterwards (`layer.ir.released`, an
-    attribute and not part of the state dict): instance variances are unbiased, and the gate sees
-    them undivided by s. The running √s becomes the running s^{-1/2}. The counters are set so that
-    the next training batch weighs no more than any other.
+    That code differs from the paper, and so does `layer` afterwards (`layer.ir.released`, which its
+    state dict keeps): instance variances are unbiased, and the gate sees them undivided by s. The
+    running √s becomes the running s^{-1/2}. The counters are set so that the next training batch
+    weighs no more than any other.
 
     Args:
         layer: built with the group size of the checkpoint.

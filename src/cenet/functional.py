@@ -122,10 +122,14 @@ class _Moments(torch.autograd.Function):
     def forward(x: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
         n, channels, height, width = x.shape
         mean = x.mean((2, 3))
-        centered = _grouped_pixels(x - mean[:, :, None, None], group_size)
+        centered = x - mean[:, :, None, None]
+        # what rounding left of the mean matters where the mean is large
+        rest = centered.mean((2, 3))
+        centered = _grouped_pixels(centered, group_size)
         inside = centered @ centered.mT / (height * width)
         inside = inside.reshape(n, -1, group_size, group_size)
-        between = _grouped(mean - mean.mean(0), group_size).transpose(0, 1)  # (G, N, K)
+        between = (mean - mean.mean(0)) + (rest - rest.mean(0))
+        between = _grouped(between, group_size).transpose(0, 1)  # (G, N, K)
         var = inside.diagonal(dim1=-2, dim2=-1).flatten(1)[:, :channels]
         return mean, var.contiguous(), inside.mean(0) + between.mT @ between / n
 

@@ -49,6 +49,7 @@ class EquilibriumLayer(nn.Module):
         check_counts(num_features=num_features)
         self.num_features = num_features
         self.frozen = False
+        self.trained: list[str] = []
         self.register_parameter("blend", None)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -105,13 +106,16 @@ class EquilibriumLayer(nn.Module):
 
     def freeze(self) -> None:
         """Fix parameters and statistics until `unfreeze`."""
+        if not self.frozen:
+            self.trained = [name for name, p in self.named_parameters() if p.requires_grad]
         self.frozen = True
         self.requires_grad_(False)
 
     def unfreeze(self) -> None:
-        """Let parameters train and statistics follow the batches again."""
+        """Let the parameters that `freeze` stopped train and statistics follow batches again."""
         self.frozen = False
-        self.requires_grad_(True)
+        for name in self.trained:
+            self.get_parameter(name).requires_grad_()
 
     def reset_running_stats(self) -> None:
         """Forget the running statistics."""

@@ -160,7 +160,7 @@ class InstanceReweighting2d(EquilibriumLayer):
         self.eps = eps
         self.momentum = momentum
         # set by the loader of released checkpoints: that code divides by L − 1 and shows the gate
-        # σ̃², not σ̃²/s
+        # σ̃², not σ̃²/s. Saved with the state, as the key `released`
         self.released = False
         hidden = max(8, int(rd_ratio * num_features))
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -189,7 +189,8 @@ class InstanceReweighting2d(EquilibriumLayer):
             var = var * (moments.pixels / max(moments.pixels - 1, 1))
         if batch:
             inv_std = F.inverse_std(var, scale, self.eps)
-            averages = [(self.running_inv_std, inv_std)]
+            # an overflowing s has the finite inverse root 0, which must not pass for a statistic
+            averages = [(self.running_inv_std, inv_std.where(inv_std > 0, torch.nan))]
             average_(averages, self.num_batches_tracked, self.momentum, debias=True)
         else:
             inv_std = self.running_inv_std.to(scale.dtype, copy=True)
@@ -203,6 +204,20 @@ class InstanceReweighting2d(EquilibriumLayer):
         """See `EquilibriumLayer.coefficients`."""
         gain = self.gain(moments, scale, batch=batch)
         return F.coefficients(scale, shift, gain=gain, blend=self.blend)
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.released:
+            destination[f"{prefix}released"] = torch.tensor(True)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        if f"{prefix}fc1.weight" in state_dict:
+            self.released = bool(state_dict.pop(f"{prefix}released", False))
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def check_size(self, x: Tensor) -> None:
         """Raise ValueError unless every instance has at least two values per channel."""

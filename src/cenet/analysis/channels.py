@@ -1,0 +1,13 @@
+"""Measures over the channels of one layer: pure functions of recorded statistics."""
+
+from torch import Tensor
+
+
+def inhibited_ratio(magnitude: Tensor, threshold: float = 1e-2) -> float:
+    """Share of inhibited channels: those whose mean absolute activation is below `threshold`.
+
+    Args:
+        magnitude: mean over images and pixels of the absolute post-activation value, (C,).
+        threshold: the paper uses 1e-2.
+    """
+    return (magnitude < threshold).float().mean().item()

@@ -1,0 +1,191 @@
+"""Every value and gradient against the float64 block of `_reference`, and mutations that must show."""
+
+import pytest
+import torch
+from _build import Case, build, gradient_names, make_input, twin
+from _checks import RTOL, assert_close
+from _reference import activate, equilibrium
+from torch.autograd import gradcheck, gradgradcheck
+
+from cenet import functional as F
+
+BASE = Case()
+HALF = (torch.float16, torch.bfloat16)
+CASES = [
+    *(BASE.but(channels=c) for c in (3, 16, 24, 58, 64, 100)),
+    *(BASE.but(channels=c, n=1, height=7, width=9) for c in (16, 58)),
+    *(BASE.but(height=h, width=w) for h, w in ((1, 2), (3, 1), (7, 7), (13, 5))),
+    *(BASE.but(norm=n) for n in ("gn", "in", "ln2d-torchvision", "ln2d-timm", "none")),
+    *(BASE.but(act=a) for a in ("leaky_relu", "elu", "silu", "none")),
+    *(BASE.but(layer=b, norm=n, channels=58) for b in ("bd", "ir") for n in ("bn", "gn", "none")),
+    *(BASE.but(layout=v, norm=n) for v in ("channels_last", "sliced") for n in ("bn", "gn")),
+    BASE.but(layout="expanded"),
+    BASE.but(layout="channels_last", channels=58, layer="bd"),
+    *(BASE.but(pool=2, channels=c, height=6, width=9) for c in (24, 64)),
+    BASE.but(pool=2, norm="gn", height=6),
+    *(BASE.but(steps=t) for t in (1, 2, 5)),
+    *(BASE.but(gamma=g, channels=58) for g in (1e-1, 1e-2)),
+    BASE.but(group_size=64, channels=64, height=9, width=9),
+    BASE.but(group_size=5, channels=24),
+    *(BASE.but(dtype=d, norm=n) for d in HALF for n in ("bn", "gn", "none")),
+    *(BASE.but(dtype=d, act=a, channels=58) for d in HALF for a in ("elu", "leaky_relu")),
+    *(BASE.but(dtype=d, layout="channels_last", channels=64) for d in HALF),
+    *(BASE.but(dtype=torch.float64, channels=c) for c in (16, 58)),
+]
+ON_GPU = [
+    pytest.param(case.but(device="cuda"), marks=pytest.mark.gpu, id=f"{case}-cuda")
+    for case in CASES
+]
+
+
+def check_parity(case: Case) -> None:
+    block = build(case)
+    block = block.double() if case.dtype == torch.float64 else block
+    parameters, constants = twin(case, block)
+    leaf, view = make_input(case)
+    x = leaf.clone().requires_grad_()
+    reference_x = leaf.double().cpu().requires_grad_()
+    rtol = RTOL[case.dtype]
+
+    y = block(view(x))
+    before = equilibrium(view(reference_x), parameters, constants)
+    # half-precision rounding flips signs near zero: gradients are compared on the mask of the tested forward
+    own_mask = y.detach().cpu() > 0
+    expected = activate(before, case.act, own_mask if case.dtype in HALF else before > 0)
+    # not pure noise: the gradient of a scalar such as λ would be a sum of terms that cancel
+    noise = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
+    upstream = (noise + y.detach().cpu().float()).to(y.dtype)
+    y.backward(upstream.to(case.device))
+    expected.backward(upstream.double())
+
+    assert y.dtype == case.dtype
+    assert_close("y", y, activate(before, case.act, before > 0), rtol)
+    assert_close("x.grad", x.grad, reference_x.grad, rtol)
+    own = dict(block.named_parameters())
+    assert set(own) == set(gradient_names(case))
+    for name, field in gradient_names(case).items():
+        assert_close(f"{name}.grad", own[name].grad, getattr(parameters, field).grad, rtol)
+
+
+@pytest.mark.parametrize("case", [*CASES, *ON_GPU], ids=str)
+def test_values_and_gradients_match_the_reference(case):
+    check_parity(case)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_activation_mask_differs_from_the_exact_one_only_near_zero(dtype):
+    case = BASE.but(dtype=dtype, channels=64, height=14, width=14)
+    block = build(case)
+    leaf, _ = make_input(case)
+    before = equilibrium(leaf.double(), *twin(case, block))
+    flipped = (block(leaf) > 0) != (before > 0)
+    assert (before[flipped].abs() < RTOL[dtype]).all()
+    assert flipped.float().mean() < RTOL[dtype]
+
+
+def mutate_fewer_steps(monkeypatch):
+    original = F.newton_inverse_sqrt
+    monkeypatch.setattr(F, "newton_inverse_sqrt", lambda sigma, steps: original(sigma, steps - 1))
+
+
+def mutate_absolute_ridge(monkeypatch):
+    monkeypatch.setattr(F, "RIDGE", 0.0)
+    monkeypatch.setattr(F, "RIDGE_FLOOR", 1e-5)
+
+
+def mutate_unbiased_variance(monkeypatch):
+    original = F.moments
+
+    def unbiased(*args, **kwargs):
+        m = original(*args, **kwargs)
+        return m._replace(var=m.var * m.pixels / (m.pixels - 1))
+
+    monkeypatch.setattr(F, "moments", unbiased)
+
+
+def mutate_swapped_lambda(monkeypatch):
+    original = F.coefficients
+
+    def swapped(*args, lam=None, **kwargs):
+        return original(*args, lam=None if lam is None else 1 - lam, **kwargs)
+
+    monkeypatch.setattr(F, "coefficients", swapped)
+
+
+def mutate_gate_eps(monkeypatch):
+    monkeypatch.setattr(F, "GATE_NORM_EPS", 1e-3)
+
+
+def mutate_unsigned_pooling(monkeypatch):
+    original = F.moments
+    monkeypatch.setattr(F, "moments", lambda x, k, pool=1, sign=None: original(x, k, pool, None))
+
+
+@pytest.mark.parametrize(
+    ("mutate", "case"),
+    [
+        (mutate_fewer_steps, BASE),
+        (mutate_fewer_steps, BASE.but(layer="bd", dtype=torch.bfloat16)),
+        (mutate_absolute_ridge, BASE.but(gamma=1e-2)),
+        (mutate_unbiased_variance, BASE.but(height=13, width=15)),
+        (mutate_unbiased_variance, BASE.but(norm="none", height=13, width=15)),
+        (mutate_swapped_lambda, BASE),
+        (mutate_swapped_lambda, BASE.but(dtype=torch.bfloat16)),
+        (mutate_gate_eps, BASE),
+        (mutate_unsigned_pooling, BASE.but(pool=2, height=6, width=9)),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_parity_notices_a_mutation(monkeypatch, mutate, case):
+    check_parity(case)
+    mutate(monkeypatch)
+    with pytest.raises(AssertionError, match="relative error"):
+        check_parity(case)
+
+
+@pytest.mark.parametrize("layer", ["ce", "bd", "ir"])
+@pytest.mark.parametrize("norm", ["bn", "none"])
+def test_first_and_second_derivatives(layer, norm):
+    small = Case(channels=5, n=2, height=2, width=3, act="none", group_size=3)
+    case = small.but(norm=norm, layer=layer, gamma=0.3)
+    block = build(case).double()
+    names = [name for name, _ in block.named_parameters()]
+    values = list(block.parameters())
+    leaf, _ = make_input(case)
+    parameters = (value.detach().clone().requires_grad_() for value in values)
+    inputs = (leaf.double().requires_grad_(), *parameters)
+
+    def run(x, *parameters):
+        return torch.func.functional_call(block, dict(zip(names, parameters, strict=True)), (x,))
+
+    assert gradcheck(run, inputs)
+    assert gradgradcheck(run, inputs, atol=1e-4)
+
+
+def test_second_derivatives_through_pooling():
+    def moments(x):
+        return F.moments(x, 3, pool=2, sign=torch.tensor([1.0, -1, 1, 1, -1]))[:3]
+
+    x = torch.randn(2, 5, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert gradcheck(moments, (x.requires_grad_(),))
+    assert gradgradcheck(moments, (x,))
+
+
+@pytest.mark.parametrize("channels", [24, 58])
+def test_channel_equilibrium_is_the_layer_as_one_function(channels):
+    case = BASE.but(channels=channels, act="none", pool=2)
+    block = build(case)
+    parameters, constants = twin(case, block)
+    leaf, _ = make_input(case)
+    mean, var = leaf.mean((0, 2, 3)), leaf.var((0, 2, 3), correction=0)
+    scale = block.norm.weight * (var + block.norm.eps).rsqrt()
+    shift = block.norm.bias - mean * scale
+    ce = block.ce
+    y = F.channel_equilibrium(leaf, ce.ir.gate, ce.mix, scale=scale, shift=shift, pool=2)
+    assert_close("y", y, equilibrium(leaf.double(), parameters, constants), 1e-5)
+    block.eval()
+    running = {"inv_sqrt": ce.bd.running_inv_sqrt, "inv_std": ce.ir.running_inv_std}
+    scale = block.norm.weight * (block.norm.running_var + block.norm.eps).rsqrt()
+    shift = block.norm.bias - block.norm.running_mean * scale
+    y = F.channel_equilibrium(leaf, ce.ir.gate, ce.mix, scale=scale, shift=shift, **running)
+    assert_close("y in evaluation", y, block(leaf).double(), 1e-6)
