@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 
 import torch
-from _reference import Block, Parameters
 from torch import Tensor, nn
 
+from _reference import Block, Parameters
 from cenet import BatchDecorrelation2d, ChannelEquilibrium2d, InstanceReweighting2d, NormCE2d
 
 ACTS = {

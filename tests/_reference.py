@@ -38,7 +38,7 @@ class Block:
 
 
 def normalize(x: Tensor, p: Parameters, block: Block) -> Tensor:
-    n, c, h, w = x.shape
+    n, c = x.shape[:2]
     if block.norm == "none":
         return x
     dims = {"bn": (0, 2, 3), "in": (2, 3), "ln2d": (1,)}

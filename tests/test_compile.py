@@ -1,13 +1,13 @@
-"""torch.compile: one graph, no host reads, few recompilations, the same numbers and the same buffers."""
+"""torch.compile: one graph, no host reads, few recompilations, the same numbers and buffers."""
 
 import copy
 
 import pytest
 import torch
-from _checks import assert_close
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from _checks import assert_close
 from cenet import BatchDecorrelation2d, ChannelEquilibrium2d, InstanceReweighting2d, NormCE2d
 
 BLOCKS = {

@@ -6,10 +6,10 @@ import pickle
 
 import pytest
 import torch
-from _checks import assert_close, relative_error
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from _checks import assert_close, relative_error
 from cenet import (
     BatchDecorrelation2d,
     ChannelEquilibrium2d,
@@ -233,20 +233,19 @@ def test_a_non_finite_batch_never_enters_a_buffer(make, bad):
 def test_running_average_has_no_trace_of_its_start(name, momentum):
     layer = LAYERS[name](24, momentum=momentum)
     fresh = copy.deepcopy(layer)
-    expected, count = None, 0
+    expected = None
     for seed in range(12):
         x = images(seed=seed)
         layer(x)
         fresh.reset_running_stats()
         fresh(x)  # after one batch, the average is that batch
         batch = {n: v.double() for n, v in buffers(fresh).items() if v.is_floating_point()}
-        weight = max(momentum or 0.0, 1 / (count + 1))
+        weight = max(momentum or 0.0, 1 / (seed + 1))
         expected = (
             batch
             if expected is None
             else {n: v + weight * (batch[n] - v) for n, v in expected.items()}
         )
-        count += 1
     for n, v in expected.items():
         assert_close(n, buffers(layer)[n], v, 1e-5)
     assert all(b == 12 for n, b in layer.named_buffers() if n.endswith("num_batches_tracked"))
@@ -498,7 +497,7 @@ def test_bad_inputs_are_named(make):
         layer(images()[:, :12])
     with pytest.raises(TypeError, match=r"floating-point input, got torch.int64"):
         layer(images().long())
-    with pytest.raises(TypeError, match="floating-point input, got torch.complex64"):
+    with pytest.raises(TypeError, match=r"floating-point input, got torch.complex64"):
         layer(images().to(torch.complex64))
 
 

@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from _checks import assert_close, relative_error
-from _reference import operator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from _checks import assert_close, relative_error
+from _reference import operator
 from cenet import BatchDecorrelation2d, ChannelEquilibrium2d, InstanceReweighting2d, NormCE2d
 from cenet import functional as F
 

@@ -1,12 +1,12 @@
-"""Every value and gradient against the float64 block of `_reference`, and mutations that must show."""
+"""Every value and gradient against the float64 `_reference`, and mutations that must show."""
 
 import pytest
 import torch
+from torch.autograd import gradcheck, gradgradcheck
+
 from _build import Case, build, gradient_names, make_input, twin
 from _checks import RTOL, assert_close
 from _reference import activate, equilibrium
-from torch.autograd import gradcheck, gradgradcheck
-
 from cenet import functional as F
 
 BASE = Case()
@@ -49,7 +49,7 @@ def check_parity(case: Case) -> None:
 
     y = block(view(x))
     before = equilibrium(view(reference_x), parameters, constants)
-    # half-precision rounding flips signs near zero: gradients are compared on the mask of the tested forward
+    # rounding to half precision flips signs near zero: gradients are compared on the tested mask
     own_mask = y.detach().cpu() > 0
     expected = activate(before, case.act, own_mask if case.dtype in HALF else before > 0)
     # not pure noise: the gradient of a scalar such as λ would be a sum of terms that cancel

@@ -53,7 +53,7 @@ def main() -> None:
     tyro.extras.subcommand_cli_from_dict(
         {"demo": demo, "sites": sites},
         prog="cenet",
-        description="Channel equilibrium for convolutional networks. `cenet --version` prints the version.",
+        description="Channel equilibrium for convolutional networks. --version prints the version.",
     )
 
 

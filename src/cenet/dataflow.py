@@ -106,7 +106,8 @@ def _run(model: nn.Module, watch: Callable[[nn.Module], bool], x: Tensor) -> Dat
     }
     buffers = {name: torch.empty_like(b, device="meta") for name, b in model.named_buffers()}
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    x = x.to(dtype).requires_grad_()
+    # an alias, because a leaf is no operation and two branches may fork at the input itself
+    x = x.to(dtype).requires_grad_().view_as(x)
     with _evaluation(model), _watching(model, watch, flow), torch.enable_grad():
         outputs = torch.func.functional_call(model, {**state, **buffers}, (x,))
     _record_consumers(flow, outputs)

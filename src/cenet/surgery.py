@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from cenet.dataflow import Call, trace
 from cenet.nn import ChannelEquilibrium2d, EquilibriumLayer, NormCE2d, ce_layers
+from cenet.nn.norm_ce import check_start
 from cenet.nn.norms import inner_activation, norm_channels
 
 FilterFn = Callable[[nn.Module, str], bool]
@@ -76,6 +77,7 @@ def insert_ce_(
     Raises:
         ValueError: nothing matched; the message lists the candidates.
     """
+    check_start(start)
     norms = _bare_norms(model)
     if filter_fn is None:
         chosen = _default_norms(model, norms, example_input) if norms else set()
@@ -85,11 +87,11 @@ def insert_ce_(
     if not sites:
         raise ValueError(_nothing_matched(model, norms))
     # all layers are built before the first edit, so that a bad argument leaves the model as it was
-    wrappers: dict[nn.Module, NormCE2d] = {}
-    for norm in sites.values():
-        if norm not in wrappers:
-            ce = layer(norm_channels(norm) or 0, **_factory(norm, model), **layer_kwargs)
-            wrappers[norm] = _wrap(norm, ce, start)
+    layers = {
+        norm: layer(norm_channels(norm) or 0, **_factory(norm, model), **layer_kwargs)
+        for norm in sites.values()
+    }
+    wrappers = {norm: _wrap(norm, ce, start) for norm, ce in layers.items()}
     for name, norm in sites.items():
         model.set_submodule(name, wrappers[norm])
     if start == "paper":

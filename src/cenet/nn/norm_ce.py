@@ -48,8 +48,7 @@ class NormCE2d(nn.Module):
             raise TypeError(f"ce={ce!r} is not a CE layer; use ChannelEquilibrium2d(num_features)")
         if act is not None and not isinstance(act, nn.Module):
             raise TypeError(f"act={act!r} is not a module; use an instance such as nn.ReLU()")
-        if start not in ("paper", "identity"):
-            raise ValueError(f'start={start!r} must be "paper" or "identity"')
+        check_start(start)
         if norm is not None and not isinstance(norm, nn.Identity):
             _check_norm(norm, ce)
         self.norm = nn.Identity() if norm is None else norm
@@ -92,6 +91,12 @@ class NormCE2d(nn.Module):
             if old in state_dict and new not in state_dict:
                 state_dict[new] = state_dict.pop(old)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def check_start(start: str) -> None:
+    """Raise ValueError for an unknown start."""
+    if start not in ("paper", "identity"):
+        raise ValueError(f'start={start!r} must be "paper" or "identity"')
 
 
 def _check_norm(norm: nn.Module, ce: EquilibriumLayer) -> None:

@@ -85,7 +85,7 @@ def affine(
             average_(averages, norm.num_batches_tracked, norm.momentum, debias=False)
     else:
         mean, var = _values(norm.running_mean, 0.0, x), _values(norm.running_var, 1.0, x)
-    scale = _values(norm.weight, 1.0, x) * (var + norm.eps).rsqrt()
+    scale = _values(norm.weight, 1.0, x) * (1 / (var + norm.eps).sqrt())
     return scale, _values(norm.bias, 0.0, x) - mean * scale
 
 

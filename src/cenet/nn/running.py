@@ -37,9 +37,9 @@ def average_(
         return
     finite = torch.stack([batch.isfinite().all() for _, batch in averages]).all()
     count.add_(finite)
-    weight = 1 / count.clamp_min(1)
-    if momentum is not None:
-        weight = weight.clamp_min(momentum) if debias else torch.full_like(weight, momentum)
     for running, batch in averages:
+        weight = 1 / count.clamp_min(1).to(torch.promote_types(running.dtype, torch.float32))
+        if momentum is not None:
+            weight = weight.clamp_min(momentum) if debias else torch.full_like(weight, momentum)
         batch = torch.where(finite, batch.to(running.dtype), running)
         running.lerp_(batch, weight.to(running.dtype))

@@ -1,0 +1,137 @@
+"""Cost of CE in ResNet-50 on a CPU, as ratios to the plain network inside one run.
+
+CE as in the paper: stem (2×2 pooling) and the last norm of every block but the 2048-channel ones.
+Inference compares both networks with their batch norms folded. Plain and CE runs alternate, so that
+other work on the machine hits both; the ratio is that of the medians, its spread that of the pairs.
+
+    make bench                                      # 2 threads, batch 8, 224×224
+    python benchmarks/bench_resnet50_cpu.py --help
+"""
+
+import argparse
+import copy
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+
+import torch
+import torchvision
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from cenet import fold_ce, insert_ce_
+
+TARGETS = {"inference, folded": 1.10, "training step": 1.25}
+
+
+def ce_resnet50() -> nn.Module:
+    model = torchvision.models.resnet50()
+    insert_ce_(model, lambda norm, name: name == "bn1", pool=2)
+    insert_ce_(model, lambda norm, name: name.endswith("bn3") and norm.num_features < 2048)
+    return model
+
+
+def training_step(model: nn.Module, x: Tensor, labels: Tensor) -> Callable[[], None]:
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+    def step() -> None:
+        loss = nn.functional.cross_entropy(model(x), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def inference(model: nn.Module, x: Tensor) -> Callable[[], Tensor]:
+    return torch.no_grad()(lambda: model(x))
+
+
+def folded_plain(model: nn.Module) -> nn.Module:
+    """The plain network with its batch norms folded by torch's own tool."""
+    from torch.fx.experimental.optimization import fuse
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return fuse(copy.deepcopy(model).eval())
+
+
+def check_folded(folded: nn.Module, model: nn.Module, x: Tensor) -> None:
+    with torch.no_grad():
+        expected = model(x)
+        error = ((folded(x) - expected).norm() / expected.norm()).item()
+    assert error < 1e-4, f"folded network is off by {error:.1e}"
+
+
+def alternate(
+    plain: Callable[[], object], ours: Callable[[], object], rounds: int
+) -> list[tuple[float, float]]:
+    """Seconds of both in each round, after one warm-up round."""
+    pairs = []
+    for _ in range(rounds + 1):
+        times = []
+        for run in (plain, ours):
+            start = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start)
+        pairs.append((times[0], times[1]))
+    return pairs[1:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=15)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    x = torch.randn(arguments.batch, 3, arguments.size, arguments.size)
+    labels = torch.randint(1000, (arguments.batch,))
+    plain, ours = torchvision.models.resnet50(), ce_resnet50()
+
+    measured = {
+        "training step": alternate(
+            training_step(plain, x, labels), training_step(ours, x, labels), arguments.rounds
+        )
+    }
+    plain.eval()
+    ours.eval()
+    plain_folded, ours_folded = folded_plain(plain), fold_ce(ours)
+    check_folded(plain_folded, plain, x)
+    check_folded(ours_folded, ours, x)
+    rounds = 2 * arguments.rounds
+    measured["inference, folded"] = alternate(
+        inference(plain_folded, x), inference(ours_folded, x), rounds
+    )
+    measured["inference, not folded"] = alternate(inference(plain, x), inference(ours, x), rounds)
+
+    table = Table(
+        title=f"ResNet-50 + CE over ResNet-50, {arguments.threads} CPU threads, "
+        f"batch {arguments.batch}, {arguments.size}×{arguments.size}, torch {torch.__version__}",
+        caption="ratio of medians; spread: 20th and 80th percentile of the ratio in a round",
+    )
+    for column in ("work", "ratio", "spread", "n", "target", "verdict"):
+        table.add_column(column, justify="left" if column == "work" else "right")
+    for work, pairs in measured.items():
+        ratio = statistics.median(b for _, b in pairs) / statistics.median(a for a, _ in pairs)
+        spread = statistics.quantiles((b / a for a, b in pairs), n=5)
+        target = TARGETS.get(work)
+        verdict = "" if target is None else ("met" if ratio <= target else f"{ratio - target:+.2f}")
+        table.add_row(
+            work,
+            f"{ratio:.2f}",
+            f"{spread[0]:.2f} to {spread[-1]:.2f}",
+            str(len(pairs)),
+            "" if target is None else f"{target:.2f}",
+            verdict,
+        )
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    main()

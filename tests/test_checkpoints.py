@@ -1,0 +1,100 @@
+"""A layer saved by the authors' released code, loaded into ours, against that code's outputs."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from _checks import assert_close
+from cenet import ChannelEquilibrium2d, load_released_ce_
+from cenet.checkpoints import RELEASED_KEYS
+
+# produced by running the released layer in float64: 48 channels, groups of 16, five training steps
+RECORDED = load_file(Path(__file__).parent / "data" / "released_ce_c48_g16.safetensors")
+
+
+def state():
+    return {k.removeprefix("state."): v for k, v in RECORDED.items() if k.startswith("state.")}
+
+
+def loaded(dtype):
+    layer = ChannelEquilibrium2d(48, dtype=dtype)
+    load_released_ce_(layer, state())
+    return layer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_evaluation_matches_the_released_layer(dtype):
+    layer = loaded(dtype).eval()
+    assert_close("y", layer(RECORDED["eval.x"].to(dtype)), RECORDED["eval.y"], 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_training_matches_the_released_layer(dtype):
+    layer = loaded(dtype)
+    x = RECORDED["train.x"].to(dtype, copy=True).requires_grad_()
+    y = layer(x)
+    y.backward(RECORDED["train.gy"].to(dtype))
+    assert_close("y", y, RECORDED["train.y"], 1e-4)
+    assert_close("x.grad", x.grad, RECORDED["train.gx"], 1e-4)
+    own = dict(layer.named_parameters())
+    for key, name in RELEASED_KEYS.items():
+        if f"train.grad.{key}" in RECORDED:
+            expected = RECORDED[f"train.grad.{key}"].reshape(own[name].shape)
+            assert_close(key, own[name].grad, expected, 1e-4)
+
+
+def test_without_the_released_variant_the_training_output_differs():
+    layer = loaded(torch.float64)
+    layer.ir.released = False
+    with pytest.raises(AssertionError, match="relative error"):
+        assert_close("y", layer(RECORDED["train.x"]), RECORDED["train.y"], 1e-4)
+
+
+def test_first_batch_after_loading_does_not_overwrite():
+    layer = loaded(torch.float64)
+    before = layer.bd.running_inv_sqrt.clone()
+    layer(RECORDED["train.x"])
+    fresh = ChannelEquilibrium2d(48, dtype=torch.float64)
+    fresh(RECORDED["train.x"])
+    expected = before + 0.1 * (fresh.bd.running_inv_sqrt - before)
+    assert_close("W", layer.bd.running_inv_sqrt, expected, 1e-12)
+
+
+def test_the_variant_is_part_of_the_state():
+    layer = loaded(torch.float64)
+    assert "ir.released" in layer.state_dict()
+    twin = ChannelEquilibrium2d(48, dtype=torch.float64)
+    assert "ir.released" not in twin.state_dict()
+    twin.load_state_dict(layer.state_dict())
+    assert twin.ir.released
+    assert torch.equal(twin(RECORDED["train.x"]), layer(RECORDED["train.x"]))
+    twin.load_state_dict(ChannelEquilibrium2d(48).state_dict())
+    assert not twin.ir.released
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x_weight": None}, "missing key x_weight"),
+        ({"extra": torch.zeros(1)}, "unknown key extra"),
+        ({"AR.fc.0.weight": torch.zeros(12, 40)}, r"AR.fc.0.weight is \(12, 40\), the layer has"),
+        ({"running_wm": torch.full((3, 16, 16), torch.nan)}, "running_wm is not finite"),
+        ({"AR.running_scale": torch.zeros(1)}, "AR.running_scale=0.0 must be positive"),
+    ],
+    ids=str,
+)
+def test_a_foreign_state_is_refused_whole(change, message):
+    bad = {k: v for k, v in {**state(), **change}.items() if v is not None}
+    layer = ChannelEquilibrium2d(48)
+    before = {k: v.clone() for k, v in layer.state_dict().items()}
+    with pytest.raises(ValueError, match=message):
+        load_released_ce_(layer, bad)
+    assert all(torch.equal(before[k], v) for k, v in layer.state_dict().items())
+    assert not layer.ir.released
+
+
+def test_wrong_group_size_is_named():
+    with pytest.raises(ValueError, match=r"groups of 8: running_wm is \(3, 16, 16\)"):
+        load_released_ce_(ChannelEquilibrium2d(48, group_size=8), state())

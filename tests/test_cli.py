@@ -1,0 +1,85 @@
+"""The command line as a user meets it."""
+
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+import torch
+
+import cenet
+from cenet.analysis import inhibited_ratio
+from cenet.demo import run_demo
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*arguments, check=True):
+    command = [sys.executable, "-m", "cenet.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=check)
+
+
+def test_help_lists_the_commands():
+    text = run("--help").stdout
+    assert "demo" in text
+    assert "sites" in text
+    assert "torchvision/NAME" in run("sites", "--help").stdout
+    assert run("--version").stdout.strip() == f"cenet {cenet.__version__}"
+
+
+def test_sites_of_a_network():
+    text = run("sites", "resnet18").stdout
+    assert "8 of 20 sites by default" in text
+    assert "layer4.1.bn2" in text
+    assert "13 of 13 sites" in run("sites", "torchvision/vgg11_bn").stdout.replace(
+        "8 of 8", "13 of 13"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("sites", "resnet5000"), "resnet5000 is not a timm model"),
+        (("sites", "torchvision/resnet5000"), "is not a torchvision model"),
+        (("sites", "nfnet_f0"), "no norm that CE could follow"),
+        (("demo", "--epochs", "0"), "epochs=0 must be at least 1"),
+    ],
+)
+def test_bad_input_gets_one_line_and_a_non_zero_exit(arguments, message):
+    result = run(*arguments, check=False)
+    assert result.returncode != 0
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_demo_prints_the_comparison(capsys):
+    results = run_demo(epochs=2, seed=1)
+    text = capsys.readouterr().out
+    assert set(results) == {"BN", "BN + CE"}
+    assert "test accuracy" in text
+    for result in results.values():
+        assert list(result.inhibited) == [f"conv{i}" for i in range(1, 7)]
+        assert f"{result.accuracy:.1%}" in text
+    again = run_demo(epochs=2, seed=1)
+    assert again == results
+
+
+def test_inhibited_ratio():
+    assert inhibited_ratio(torch.tensor([0.0, 0.009, 0.011, 5.0])) == 0.5
+    assert inhibited_ratio(torch.tensor([0.0, 0.2]), threshold=1.0) == 1.0
+
+
+@pytest.mark.slow
+def test_wheel_in_an_empty_environment(tmp_path):
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--outdir", tmp_path, ROOT], check=True
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    venv.create(tmp_path / "env", with_pip=True)
+    python = tmp_path / "env" / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "--quiet", wheel], check=True)
+    subprocess.run([python, "-c", "import cenet"], check=True, cwd=tmp_path)
+    command = [tmp_path / "env" / "bin" / "cenet", "--help"]
+    text = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path).stdout
+    assert "sites" in text

@@ -1,0 +1,284 @@
+"""The deploy form equals the evaluated network, or says why it cannot be had."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from _checks import assert_close
+from _networks import NETWORKS, UNFOLDABLE, create, images, settle
+from cenet import (
+    BatchDecorrelation2d,
+    ChannelEquilibrium2d,
+    InstanceReweighting2d,
+    NormCE2d,
+    fold_ce,
+    insert_ce_,
+    load_released_ce_,
+)
+from cenet.folding import ConvWeights, FoldedCE2d, fold_conv_weights
+
+LAYERS = [ChannelEquilibrium2d, BatchDecorrelation2d, InstanceReweighting2d]
+
+
+def with_ce(name, **kwargs):
+    model = create(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        insert_ce_(model, **kwargs)
+    return settle(model)
+
+
+def norms(model):
+    return [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_folded_network_equals_the_evaluated_one(name, layer):
+    model = with_ce(name, layer=layer)
+    if name in UNFOLDABLE:
+        with pytest.raises(ValueError, match=f"cannot fold .*{UNFOLDABLE[name]}"):
+            fold_ce(model)
+        return
+    fresh = create(name).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        insert_ce_(fresh, layer=layer)
+    assert_close("fresh logits", fold_ce(fresh)(images()), fresh(images()), 1e-5)
+    # with the statistics of a few batches these untrained networks amplify float32 rounding by up
+    # to 1e5, folded or not, so the exact statement is made in float64
+    model.double()
+    before = copy.deepcopy(model.state_dict())
+    folded = fold_ce(model)
+    assert_close("logits", folded(images().double()), model(images().double()), 1e-9)
+    assert not norms(folded)
+    left = sum(isinstance(module, FoldedCE2d) for module in folded.modules())
+    sites = sum(isinstance(module, NormCE2d) for module in model.modules())
+    assert left == (0 if layer is BatchDecorrelation2d else sites)
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    channels_last = folded.to(memory_format=torch.channels_last)
+    x = images().double().contiguous(memory_format=torch.channels_last)
+    assert_close("channels_last", channels_last(x), model(images().double()), 1e-9)
+
+
+def block(conv, channels=48, layer=ChannelEquilibrium2d, act=None, start="paper", **kwargs):
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(channels)
+    model = nn.Sequential(conv, NormCE2d(norm, layer(channels, **kwargs), act, start=start))
+    for parameter in model[1].parameters():
+        if parameter.dim() < 2:
+            nn.init.normal_(parameter, 0.5)
+    for seed in range(3):
+        x = torch.randn(4, conv.in_channels, 9, 9, generator=torch.Generator().manual_seed(seed))
+        model(x + 1)
+    return model.eval()
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("start", ["paper", "identity"])
+@pytest.mark.parametrize(
+    ("groups", "channels", "group_size", "merged"),
+    [
+        (1, 48, 16, 1),
+        (1, 58, 16, 1),
+        (3, 48, 16, 3),
+        (6, 48, 16, 3),
+        (48, 48, 16, 3),
+        (2, 48, 16, None),
+        (58, 58, 16, None),
+        (4, 12, 16, 1),
+    ],
+)
+def test_every_kind_of_convolution(layer, start, groups, channels, group_size, merged):
+    conv = nn.Conv2d(channels, channels, 3, padding=1, stride=2, groups=groups, bias=True)
+    grouping = {} if layer is InstanceReweighting2d else {"group_size": group_size}
+    model = block(conv, channels, layer, nn.ReLU(), start, **grouping)
+    folded = fold_ce(model)
+    x = torch.randn(4, channels, 9, 9)
+    assert_close("y", folded(x), model(x), 1e-5)
+    assert not norms(folded)
+    if layer is BatchDecorrelation2d:
+        assert isinstance(folded[1], nn.ReLU if merged else FoldedCE2d)
+        assert folded[0].groups == (merged or groups)
+    else:
+        assert folded[0].bias is None
+        assert isinstance(folded[1], FoldedCE2d)
+
+
+def test_pure_function_in_float64():
+    torch.manual_seed(0)
+    conv = nn.Conv2d(6, 24, 3, groups=3, dtype=torch.float64)
+    scale, shift = torch.randn(2, 24, dtype=torch.float64)
+    matrix = torch.randn(6, 4, 4, dtype=torch.float64)
+    new = fold_conv_weights(ConvWeights(conv.weight, conv.bias, 3), scale, shift, matrix)
+    x = torch.randn(2, 6, 5, 5, dtype=torch.float64)
+    y = conv(x) * scale[:, None, None] + shift[:, None, None]
+    dense = torch.block_diag(*matrix)
+    expected = torch.einsum("ij,njhw->nihw", dense, y)
+    assert new.groups == 3
+    actual = nn.functional.conv2d(x, new.weight, new.bias, groups=new.groups)
+    assert_close("y", actual, expected, 1e-12)
+
+
+def test_half_precision_deployment():
+    model = block(nn.Conv2d(3, 48, 3), act=nn.ReLU())
+    folded = fold_ce(model).to(torch.bfloat16)
+    x = torch.randn(4, 3, 9, 9)
+    assert_close("y", folded(x.to(torch.bfloat16)), model(x), 3e-2)
+    folded = fold_ce(model.double())
+    assert_close("y", folded(x.double()), model(x.double()), 1e-12)
+
+
+def test_folded_network_copies_saves_compiles_and_exports():
+    model = block(nn.Conv2d(3, 48, 3), act=nn.ReLU())
+    folded = fold_ce(model)
+    x = torch.randn(4, 3, 9, 9)
+    twin = fold_ce(copy.deepcopy(model))
+    twin.load_state_dict(folded.state_dict())
+    assert torch.equal(twin(x), folded(x))
+    exported = torch.export.export(folded, (x,)).module()
+    assert_close("exported", exported(x), folded(x), 1e-6)
+
+
+def test_released_variant_folds():
+    layer = ChannelEquilibrium2d(48)
+    donor = ChannelEquilibrium2d(48)
+    state = {
+        "x_weight": donor.mix_logit.detach()[None],
+        "running_wm": donor.bd.running_inv_sqrt,
+        "AR.fc.0.weight": donor.ir.fc1.weight.detach(),
+        "AR.fc.1.weight": donor.ir.norm.weight.detach(),
+        "AR.fc.1.bias": donor.ir.norm.bias.detach(),
+        "AR.fc.3.weight": donor.ir.fc2.weight.detach(),
+        "AR.running_scale": torch.tensor([0.7]),
+    }
+    load_released_ce_(layer, state)
+    conv = nn.Conv2d(3, 48, 3)
+    model = nn.Sequential(conv, NormCE2d(nn.BatchNorm2d(48), layer)).eval()
+    x = torch.randn(4, 3, 4, 4)
+    assert_close("y", fold_ce(model)(x), model(x), 1e-5)
+
+
+def test_evaluation_form_is_per_sample():
+    model = fold_ce(block(nn.Conv2d(3, 48, 3)))
+    x = torch.randn(5, 3, 9, 9)
+    assert_close("y", torch.cat([model(sample[None]) for sample in x]), model(x), 1e-6)
+
+
+def test_plain_batch_norms_are_folded_too_where_possible():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.BatchNorm2d(16),
+        nn.Conv2d(16, 16, 3),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+    )
+    insert_ce_(model, lambda norm, name: name == "6")
+    settle(model)
+    folded = fold_ce(model)
+    assert [i for i, m in enumerate(folded) if isinstance(m, nn.BatchNorm2d)] == [4]
+    assert_close("y", folded(images()), model(images()), 1e-5)
+
+
+class Shared(nn.Module):
+    """One convolution used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 1)
+        self.norm = NormCE2d(nn.BatchNorm2d(3), ChannelEquilibrium2d(3))
+
+    def forward(self, x):
+        return self.norm(self.conv(self.conv(x)))
+
+
+class ReadTwice(Shared):
+    """The convolution's output is used beside the norm."""
+
+    def forward(self, x):
+        y = self.conv(x)
+        return self.norm(y) + y
+
+
+class ReturnedToo(Shared):
+    """The convolution's output is itself an output."""
+
+    def forward(self, x):
+        y = self.conv(x)
+        return self.norm(y), y
+
+
+class NormTwice(Shared):
+    """One norm used twice."""
+
+    def forward(self, x):
+        return self.norm(self.conv(self.norm(self.conv(x))))
+
+
+class PreActivation(Shared):
+    """norm → CE → ReLU → convolution."""
+
+    def forward(self, x):
+        return self.conv(self.norm(x).relu())
+
+
+class Between(Shared):
+    """Something else stands between convolution and norm."""
+
+    def forward(self, x):
+        return self.norm(2 * self.conv(x))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Shared, "runs 2 times in a forward pass: it is shared"),
+        (ReadTwice, "convolution that nothing else reads"),
+        (ReturnedToo, "convolution that nothing else reads"),
+        (NormTwice, "runs 2 times in a forward pass, not once"),
+        (PreActivation, "pre-activation order"),
+        (Between, "convolution that nothing else reads"),
+    ],
+)
+def test_unknown_topologies_are_refused(make, message):
+    with pytest.raises(ValueError, match=f"cannot fold norm of {make.__name__}: .*{message}"):
+        fold_ce(make().eval())
+
+
+def test_other_refusals():
+    model = block(nn.Conv2d(3, 48, 3))
+    with pytest.raises(ValueError, match=r"evaluation mode; call model.eval\(\)"):
+        fold_ce(model.train())
+    with pytest.raises(ValueError, match="has no CE layer"):
+        fold_ce(nn.Sequential(nn.Conv2d(3, 3, 1)).eval())
+    with pytest.raises(ValueError, match="pass the network that holds both"):
+        fold_ce(model.eval()[1])
+    loose = nn.Sequential(nn.Conv2d(3, 48, 3), nn.BatchNorm2d(48), ChannelEquilibrium2d(48)).eval()
+    with pytest.raises(ValueError, match="not behind a norm in a NormCE2d"):
+        fold_ce(loose)
+    grouped = nn.Sequential(
+        nn.Conv2d(3, 48, 3), NormCE2d(nn.GroupNorm(2, 48), ChannelEquilibrium2d(48))
+    )
+    with pytest.raises(ValueError, match="GroupNorm does not become a fixed map"):
+        fold_ce(grouped.eval())
+    by_batch = nn.Sequential(
+        nn.Conv2d(3, 48, 3),
+        NormCE2d(nn.BatchNorm2d(48, track_running_stats=False), ChannelEquilibrium2d(48)),
+    )
+    with pytest.raises(ValueError, match="does not become a fixed map"):
+        fold_ce(by_batch.eval())
+
+    class Standardized(nn.Conv2d):
+        def forward(self, x):
+            weight = self.weight / self.weight.std()
+            return nn.functional.conv2d(x, weight, self.bias)
+
+    with pytest.raises(ValueError, match="Standardized may not use its weight as it is"):
+        fold_ce(block(Standardized(3, 48, 3)))

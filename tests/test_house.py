@@ -1,0 +1,143 @@
+"""The walls of the house, enforced: import direction, the public façade, file length, the docs."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cenet
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "cenet"
+
+# a module may import from its own level's earlier names and from lower levels, never upwards
+LEVELS = [
+    ("functional",),
+    ("nn.running", "nn.norms", "nn.base", "nn.branches", "nn.equilibrium", "nn.norm_ce", "nn"),
+    ("dataflow", "surgery", "folding", "checkpoints", "calibration"),
+    ("analysis.channels", "analysis", "demo"),
+    ("cli",),
+]
+ORDER = {name: index for index, name in enumerate(name for level in LEVELS for name in level)}
+PUBLIC = {
+    "BatchDecorrelation2d",
+    "CESite",
+    "ChannelEquilibrium2d",
+    "InstanceReweighting2d",
+    "NormCE2d",
+    "ce_sites",
+    "fold_ce",
+    "freeze_ce_",
+    "functional",
+    "insert_ce_",
+    "load_released_ce_",
+    "remove_ce_",
+    "unfreeze_ce_",
+    "update_ce_stats",
+}
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+def imported(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            names.add(node.module)
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    own = {name.removeprefix("cenet.") for name in names if name.startswith("cenet.")}
+    return {name for name in own if name in ORDER}
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_imports_point_downwards(path):
+    name = module_name(path)
+    if name:
+        assert name in ORDER, f"{name} has no place in the house yet"
+        upwards = {other for other in imported(path) if ORDER[other] >= ORDER[name]}
+        assert not upwards
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_files_hold_one_idea(path):
+    assert len(path.read_text().splitlines()) <= 400
+
+
+def test_public_names():
+    assert set(cenet.__all__) == PUBLIC
+    assert all(hasattr(cenet, name) for name in PUBLIC)
+    readme = (ROOT / "README.md").read_text()
+    missing = {name for name in PUBLIC - {"functional", "CESite"} if name not in readme}
+    assert not missing, "README does not mention them"
+
+
+def test_import_is_light():
+    heavy = ["timm", "triton", "matplotlib", "torchvision", "sklearn", "tyro", "rich"]
+    code = (
+        "import sys, torch; before = set(sys.modules); import cenet; "
+        f"print([m for m in {heavy} if m in set(sys.modules) - before])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"
+
+
+def test_import_takes_less_than_a_second_beyond_torch():
+    code = "import time, torch; start = time.perf_counter(); import cenet; print(time.perf_counter() - start)"
+    times = [
+        float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
+        for _ in range(3)
+    ]
+    assert min(times) < 1
+
+
+def test_version_is_the_same_everywhere():
+    assert f"version: {cenet.__version__}" in (ROOT / "CITATION.cff").read_text()
+    assert f"## {cenet.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_readme_example_runs():
+    readme = (ROOT / "README.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})
+
+
+def test_docstring_examples_run():
+    import doctest
+
+    import cenet.nn.branches
+    import cenet.nn.equilibrium
+    import cenet.nn.norm_ce
+
+    for module in (cenet.nn.branches, cenet.nn.equilibrium, cenet.nn.norm_ce):
+        result = doctest.testmod(module)
+        assert result.attempted
+        assert not result.failed
+
+
+@pytest.mark.parametrize("path", [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")], ids=str)
+def test_links_in_the_documentation_lead_somewhere(path):
+    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
+        if "://" not in target:
+            assert (path.parent / target).exists(), target
+
+
+def test_paper_page_names_only_tests_that_exist():
+    page = (ROOT / "docs" / "paper.md").read_text()
+    tests = (ROOT / "tests" / "test_paper.py").read_text()
+    named = set(re.findall(r"\btest_\w+", page)) - {"test_paper"}
+    assert named
+    assert not {name for name in named if f"def {name}(" not in tests}
