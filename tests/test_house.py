@@ -94,7 +94,10 @@ def test_import_is_light():
 
 
 def test_import_takes_less_than_a_second_beyond_torch():
-    code = "import time, torch; start = time.perf_counter(); import cenet; print(time.perf_counter() - start)"
+    code = (
+        "import time, torch; start = time.perf_counter(); "
+        "import cenet; print(time.perf_counter() - start)"
+    )
     times = [
         float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
         for _ in range(3)

@@ -35,6 +35,8 @@ CASES = [
 ON_GPU = [
     pytest.param(case.but(device="cuda"), marks=pytest.mark.gpu, id=f"{case}-cuda")
     for case in CASES
+    # CUDA's group norm wants weights of the input's dtype
+    if not (case.norm == "gn" and case.dtype in HALF)
 ]
 
 

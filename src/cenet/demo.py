@@ -91,7 +91,7 @@ def train(
 
 @torch.no_grad()
 def measure(model: nn.Module, data: Digits) -> Result:
-    """Test accuracy, and per ReLU the share of channels that hardly ever fire on the test images."""
+    """Test accuracy, and behind each ReLU the share of inhibited channels on the test images."""
     inhibited: dict[str, float] = {}
     activations = [module for module in model.modules() if isinstance(module, nn.ReLU)]
 

@@ -67,10 +67,10 @@ def _full_precision(function: Callable[Params, Result]) -> Callable[Params, Resu
 
     @wraps(function)
     def wrapped(*args: Params.args, **kwargs: Params.kwargs) -> Result:
-        device = cast(Tensor, args[0]).device.type
-        if not torch.amp.is_autocast_available(device):
+        tensor = cast(Tensor, args[0])
+        if tensor.is_meta:  # has no autocast
             return function(*args, **kwargs)
-        with torch.autocast(device, enabled=False):
+        with torch.autocast(tensor.device.type, enabled=False):
             return function(*args, **kwargs)
 
     return wrapped

@@ -6,8 +6,15 @@ import torch
 from torch import Tensor, nn
 
 from cenet import functional as F
-from cenet.nn import norms
 from cenet.nn.base import EquilibriumLayer
+from cenet.nn.norms import (
+    affine,
+    inner_activation,
+    is_affine,
+    norm_channels,
+    uses_batch_statistics,
+    weight_sign,
+)
 
 
 class NormCE2d(nn.Module):
@@ -63,23 +70,23 @@ class NormCE2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize, equilibrate, activate."""
-        y = self._as_one_map(x) if norms.is_affine(self.norm) else self.ce(self.norm(x))
+        y = self._as_one_map(x) if is_affine(self.norm) else self.ce(self.norm(x))
         return y if self.act is None else self.act(y)
 
     def _as_one_map(self, x: Tensor) -> Tensor:
         norm, ce = self.norm, self.ce
         ce.check_input(x)
         ce_batch = ce.uses_batch(x)
-        norm_batch = norms.uses_batch_statistics(norm) and x.numel() > 0
+        norm_batch = uses_batch_statistics(norm) and x.numel() > 0
         if norm_batch and x.shape[2] * x.shape[3] == 1 and x.shape[0] == 1:
             raise ValueError(
                 "expected more than 1 value per channel when training, "
                 f"got input size {tuple(x.shape)}"
             )
-        moments = ce.measure(x, batch=ce_batch, sign=norms.weight_sign(norm, x))
+        moments = ce.measure(x, batch=ce_batch, sign=weight_sign(norm, x))
         if norm_batch and moments is None:
             moments = F.moments(x, group_size=None)
-        scale, shift = norms.affine(norm, x, moments, batch=norm_batch)
+        scale, shift = affine(norm, x, moments, batch=norm_batch)
         return F.mix(x, *ce.coefficients(moments, scale, shift, batch=ce_batch))
 
     def _load_from_state_dict(
@@ -100,7 +107,7 @@ def check_start(start: str) -> None:
 
 
 def _check_norm(norm: nn.Module, ce: EquilibriumLayer) -> None:
-    channels = norms.norm_channels(norm)
+    channels = norm_channels(norm)
     if channels is None:
         raise TypeError(
             f"norm={norm!r} is not a norm over (N, C, H, W) that CE can follow; use BatchNorm2d, "
@@ -108,7 +115,7 @@ def _check_norm(norm: nn.Module, ce: EquilibriumLayer) -> None:
         )
     if channels != ce.num_features:
         raise ValueError(f"norm has {channels} channels but ce has {ce.num_features}")
-    if norms.inner_activation(norm) is not None:
+    if inner_activation(norm) is not None:
         raise ValueError(
             f"{type(norm).__name__} applies its activation itself, so CE would come after it; use "
             "cenet.insert_ce_, which takes them apart, or pass a norm without activation"
