@@ -44,6 +44,7 @@ def test_sites_of_a_network():
         (("sites", "torchvision/resnet5000"), "is not a torchvision model"),
         (("sites", "nfnet_f0"), "no norm that CE could follow"),
         (("demo", "--epochs", "0"), "epochs=0 must be at least 1"),
+        (("demo", "--seeds", "-1"), "seeds=-1 must be at least 1"),
     ],
 )
 def test_bad_input_gets_one_line_and_a_non_zero_exit(arguments, message):
@@ -54,15 +55,17 @@ def test_bad_input_gets_one_line_and_a_non_zero_exit(arguments, message):
 
 
 def test_demo_prints_the_comparison(capsys):
-    results = run_demo(epochs=2, seed=1)
+    results = run_demo(epochs=2, seeds=2)
     text = capsys.readouterr().out
     assert set(results) == {"BN", "BN + CE"}
     assert "test accuracy" in text
-    for result in results.values():
-        assert list(result.inhibited) == [f"conv{i}" for i in range(1, 7)]
-        assert f"{result.accuracy:.1%}" in text
-    again = run_demo(epochs=2, seed=1)
-    assert again == results
+    assert "mean over 2 seeds" in text
+    for runs in results.values():
+        assert len(runs) == 2
+        for run_ in runs:
+            assert list(run_.inhibited) == [f"conv{i}" for i in range(1, 7)]
+            assert f"{run_.accuracy:.1%}" in text
+    assert run_demo(epochs=2, seeds=2) == results
 
 
 def test_inhibited_ratio():

@@ -56,20 +56,30 @@ def test_one_graph_same_numbers_at_most_two_graphs_over_batch_sizes(name, traini
         assert_close("gradient", own.grad, other.grad, 1e-5)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("training", [True, False])
-def test_inductor(training):
+@pytest.mark.parametrize("shape", [(4, 24, 6, 7), (16, 64, 2, 2), (8, 32, 16, 16)])
+def test_inductor(device, training, shape):
+    """The compiled network in float32 against the eager one in float64."""
     torch.manual_seed(0)
-    eager = BLOCKS["bn+ce"]().train(training)
-    block = copy.deepcopy(eager)
+    channels = shape[1]
+    block = NormCE2d(nn.BatchNorm2d(channels), ChannelEquilibrium2d(channels), nn.ReLU())
+    block = nn.Sequential(nn.Conv2d(channels, channels, 1), block, nn.Conv2d(channels, 8, 1))
+    block = block.to(device).train(training)
+    exact = copy.deepcopy(block).double()
     compiled = torch.compile(block, fullgraph=True)
-    x, z = images(4).requires_grad_(), images(4).requires_grad_()
-    y, expected = compiled(x), eager(z)
-    y.square().mean().backward()
-    expected.square().mean().backward()
+    x = torch.randn(shape).to(device)
+    x, z = x.clone().requires_grad_(), x.double().requires_grad_()
+    y, expected = compiled(x), exact(z)
+    y.square().sum().backward()
+    expected.square().sum().backward()
     assert_close("y", y, expected, 1e-5)
-    assert_close("x.grad", x.grad, z.grad, 1e-5)
-    for own, other in zip(block.buffers(), eager.buffers(), strict=True):
+    assert_close("x.grad", x.grad, z.grad, 1e-4)
+    for own, other in zip(block.buffers(), exact.buffers(), strict=True):
         assert_close("buffer", own.double(), other.double(), 1e-5)
+    for (name, own), other in zip(block.named_parameters(), exact.parameters(), strict=True):
+        if name != "0.bias":  # its gradient is zero behind a batch norm
+            assert_close(name, own.grad, other.grad, 1e-4)
 
 
 @pytest.mark.parametrize("name", BLOCKS)

@@ -33,16 +33,16 @@ def sites(model: Annotated[str, tyro.conf.Positional]) -> None:
     Console().print(table)
 
 
-def demo(epochs: int = 60, seed: int = 0) -> None:
+def demo(epochs: int = 40, seeds: int = 3) -> None:
     """Train a small VGG with and without CE on digits (CPU, about two minutes) and compare.
 
     Args:
         epochs: of training, per network.
-        seed: of the split, the initial weights and the order of the images.
+        seeds: how many times, each with its own split, initial weights and order of the images.
     """
     from cenet.demo import run_demo
 
-    run_demo(epochs, seed)
+    run_demo(epochs, seeds)
 
 
 def main() -> None:
