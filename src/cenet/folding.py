@@ -71,6 +71,7 @@ class FoldedCE2d(nn.Module):
 
     shift: Tensor
     matrix: Tensor | None
+    matrix_shift: Tensor
     gain_weight: Tensor
     gain_offset: Tensor
 
@@ -81,6 +82,8 @@ class FoldedCE2d(nn.Module):
         matrix = fixed_matrix(ce)
         self.register_buffer("shift", shift)
         self.register_buffer("matrix", matrix)
+        shifted = torch.zeros_like(shift) if matrix is None else _mix_rows(shift, matrix)
+        self.register_buffer("matrix_shift", shifted)
         self.register_buffer("gain_weight", reweighting)
         # with a matrix, the identity is on its diagonal
         self.register_buffer("gain_offset", identity if matrix is None else 0 * identity)
@@ -89,19 +92,19 @@ class FoldedCE2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Gate each sample, mix, activate."""
-        gain = None
         dtype = F.statistics_dtype(x)
-        scale = x.new_ones(x.shape[1], dtype=dtype)
+        matrix = None if self.matrix is None else self.matrix.to(dtype)
+        d, c = None, self.matrix_shift.to(dtype)[None]
         if self.ir is not None:
             pixels = x.shape[2] * x.shape[3]
             mean = x.mean((2, 3), dtype=dtype)
             square = torch.linalg.vector_norm(x, dim=(2, 3), dtype=dtype).square() / pixels
             var = (square - mean.square()).clamp_min(0)
-            gain = self.ir.gain(F.Moments(mean, var, None, pixels), scale, batch=False)
-            gain = self.gain_weight * gain + self.gain_offset
-        matrix = None if self.matrix is None else self.matrix.to(dtype)
-        coefficients = F.coefficients(scale, self.shift.to(dtype), inv_sqrt=matrix, gain=gain)
-        y = F.mix(x, *coefficients)
+            moments = F.Moments(mean, var, None, pixels)
+            gain = self.ir.gain(moments, torch.ones_like(mean[0]), batch=False)
+            d = self.gain_weight * gain + self.gain_offset
+            c = c + d * self.shift
+        y = F.mix(x, matrix, d, c)
         return y if self.act is None else self.act(y)
 
 
