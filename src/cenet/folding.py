@@ -21,7 +21,13 @@ from cenet.nn import (
     NormCE2d,
     ce_layers,
 )
-from cenet.nn.norms import affine, inner_activation, is_batch_norm, uses_batch_statistics
+from cenet.nn.norms import (
+    BATCH_NORMS,
+    affine,
+    inner_activation,
+    is_batch_norm,
+    uses_batch_statistics,
+)
 
 Branch = TypeVar("Branch", bound=EquilibriumLayer)
 
@@ -193,10 +199,7 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _is_bare_norm(module: nn.Module) -> bool:
-    if (
-        isinstance(module, nn.BatchNorm2d | nn.SyncBatchNorm)
-        and inner_activation(module) is not None
-    ):
+    if isinstance(module, BATCH_NORMS) and inner_activation(module) is not None:
         return not uses_batch_statistics(module)
     return is_batch_norm(module) and not uses_batch_statistics(module)
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from cenet import functional as F
 from cenet.nn.running import average_
 
+BATCH_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)
 # torchvision's and timm's frozen batch norms have no base class to test for, only buffers and this
 # name
 FROZEN_BATCH_NORMS = ("FrozenBatchNorm2d", "FrozenBatchNormAct2d")
@@ -14,7 +15,7 @@ FROZEN_BATCH_NORMS = ("FrozenBatchNorm2d", "FrozenBatchNormAct2d")
 
 def norm_channels(module: nn.Module) -> int | None:
     """Channels of a norm over (N, C, H, W), or None if `module` is not one CE can follow."""
-    if isinstance(module, nn.BatchNorm2d | nn.SyncBatchNorm | nn.InstanceNorm2d):
+    if isinstance(module, (*BATCH_NORMS, nn.InstanceNorm2d)):
         return module.num_features or None  # 0 in a lazy norm that has seen no input
     if isinstance(module, nn.GroupNorm):
         return module.num_channels
@@ -40,9 +41,9 @@ def inner_activation(norm: nn.Module) -> nn.Module | None:
 def is_batch_norm(norm: nn.Module) -> bool:
     """Whether `norm` does exactly what `affine` says: batch norm, frozen or not, nothing more."""
     known = (
-        type(norm) in (nn.BatchNorm2d, nn.SyncBatchNorm)
+        type(norm) in BATCH_NORMS
         or _is_frozen_batch_norm(norm)
-        or (isinstance(norm, nn.BatchNorm2d | nn.SyncBatchNorm) and _is_norm_act(norm))
+        or (isinstance(norm, BATCH_NORMS) and _is_norm_act(norm))
     )
     return known and inner_activation(norm) is None
 
