@@ -41,7 +41,8 @@ def test_sites_of_a_network():
     ("arguments", "message"),
     [
         (("sites", "resnet5000"), "resnet5000 is not a timm model"),
-        (("sites", "torchvision/resnet5000"), "is not a torchvision model"),
+        (("sites", "torchvision/resnet5000"), "is not a classification network of torchvision"),
+        (("sites", "torchvision/fcn_resnet50"), "is not a classification network of torchvision"),
         (("sites", "nfnet_f0"), "no norm that CE could follow"),
         (("demo", "--epochs", "0"), "epochs=0 must be at least 1"),
         (("demo", "--seeds", "-1"), "seeds=-1 must be at least 1"),
@@ -71,6 +72,8 @@ def test_demo_prints_the_comparison(capsys):
 def test_inhibited_ratio():
     assert inhibited_ratio(torch.tensor([0.0, 0.009, 0.011, 5.0])) == 0.5
     assert inhibited_ratio(torch.tensor([0.0, 0.2]), threshold=1.0) == 1.0
+    with pytest.raises(ValueError, match=r"one value per channel, got \(2, 3\)"):
+        inhibited_ratio(torch.zeros(2, 3))
 
 
 @pytest.mark.slow

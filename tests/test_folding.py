@@ -275,6 +275,13 @@ def test_other_refusals():
     with pytest.raises(ValueError, match="does not become a fixed map"):
         fold_ce(by_batch.eval())
 
+    folded = fold_ce(block(nn.Conv2d(3, 48, 3)))
+    assert not any(module.training for module in folded.modules())
+    with pytest.raises(ValueError, match="folded already"):
+        fold_ce(folded)
+    with pytest.raises(ValueError, match="fold before compiling"):
+        fold_ce(torch.compile(block(nn.Conv2d(3, 48, 3))))
+
     class Standardized(nn.Conv2d):
         def forward(self, x):
             weight = self.weight / self.weight.std()

@@ -452,8 +452,17 @@ def test_update_ce_stats_loses_nothing_when_it_fails():
     with pytest.raises(ValueError, match="num_batches=0"):
         update_ce_stats(model, [images()], num_batches=0)
     freeze_ce_(model)
-    with pytest.raises(ValueError, match="no CE layer"):
+    with pytest.raises(ValueError, match="only frozen CE layers; unfreeze_ce_ them"):
         update_ce_stats(model, [images()])
+    with pytest.raises(ValueError, match="has no CE layer"):
+        update_ce_stats(nn.Sequential(), [images()])
+    unfreeze_ce_(model)
+    with pytest.raises(TypeError, match="wrap a single batch in a list"):
+        update_ce_stats(model, images())
+    with pytest.raises(
+        TypeError, match="tensors, or tuples and lists that start with one, got dict"
+    ):
+        update_ce_stats(model, [{"image": images()}])
 
 
 @pytest.mark.parametrize(

@@ -222,7 +222,7 @@ def test_a_trained_weight_is_not_put_back_to_zero():
 def test_filter_layer_and_arguments():
     model = create("torchvision/resnet18")
     with pytest.raises(
-        ValueError, match=r"no norm of ResNet matched; candidates.*bn1 \(BatchNorm2d\)"
+        ValueError, match=r"matched no norm of ResNet; candidates: bn1 \(BatchNorm2d\)"
     ):
         insert_ce_(model, lambda norm, name: False)
     sites = insert_ce_(model, lambda norm, name: name == "bn1", group_size=32, pool=2)
@@ -262,9 +262,11 @@ def test_nothing_to_do_is_an_error():
         with pytest.raises(ValueError, match="Sequential has no"):
             edit(plain)
     bare = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.MaxPool2d(2))
-    with pytest.raises(ValueError, match=r"candidates for filter_fn: 1 \(BatchNorm2d\)"):
+    with pytest.raises(
+        ValueError, match=r"choose with filter_fn among the candidates: 1 \(BatchNorm2d\)"
+    ):
         insert_ce_(bare)
-    with pytest.raises(ValueError, match="no norm that CE could follow"):
+    with pytest.raises(ValueError, match=r"itself a norm; use NormCE2d\(BatchNorm2d"):
         insert_ce_(nn.BatchNorm2d(8))
     twice = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
     insert_ce_(twice)
@@ -313,7 +315,7 @@ def test_a_network_that_takes_no_image_needs_an_example():
         def forward(self, x):
             return self.head(self.norm(self.conv(x)).relu().flatten(1))
 
-    with pytest.raises(ValueError, match="example_input=a batch the model accepts"):
+    with pytest.raises(ValueError, match="pass example_input=a batch it accepts"):
         insert_ce_(Picky())
     assert insert_ce_(Picky(), example_input=torch.randn(1, 4, 11, 7)) == ["norm"]
     assert insert_ce_(Picky(), lambda norm, name: True) == ["norm"]
@@ -370,3 +372,64 @@ def test_freezing_a_network():
     assert unfreeze_ce_(model) == names
     model(images())
     assert any(".ce." in k and not torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_inserting_twice_does_not_move_on_to_the_norm_before():
+    model = create("torchvision/resnet18")
+    insert_ce_(model)
+    assert not any(site.default for site in ce_sites(model))
+    with pytest.raises(ValueError, match="no norm of ResNet without CE is the last"):
+        insert_ce_(model)
+
+
+def test_a_norm_already_followed_by_a_layer_of_the_users_is_left_alone():
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), ChannelEquilibrium2d(16), nn.ReLU()
+    )
+    with pytest.raises(ValueError, match="without CE"):
+        insert_ce_(model)
+
+
+def test_sites_follow_the_size_of_the_example():
+    small = torch.zeros(2, 3, 32, 32)
+    model = create("torchvision/resnet18")
+    assert len(insert_ce_(model, example_input=small)) == 6
+    model.train()(torch.randn(4, 3, 32, 32)).sum().backward()
+
+
+class MadeInForward(nn.Module):
+    """Does not run on meta tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+
+    def forward(self, x):
+        x = x - torch.tensor([0.5, 0.4, 0.3]).view(1, 3, 1, 1)
+        y = self.norm(self.conv(x)).relu()
+        return y if y.mean() > 0 else -y
+
+
+def test_a_network_that_does_not_run_on_meta_tensors_runs_on_real_ones():
+    model = MadeInForward()
+    before = copy.deepcopy(model.state_dict())
+    assert insert_ce_(model) == ["norm"]
+    remove_ce_(model)
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"filter_fn": ["bn1"]}, r"filter_fn=\['bn1'\] must be a function"),
+        ({"layer": "bd"}, "layer='bd' must be a class: ChannelEquilibrium2d"),
+        ({"layer": ChannelEquilibrium2d(4)}, "must be a class: ChannelEquilibrium2d"),
+        ({"layer": nn.BatchNorm2d}, "must be a class: ChannelEquilibrium2d"),
+        ({"example_input": (1, 2)}, "example_input must be one tensor, got tuple"),
+    ],
+    ids=["filter", "string", "instance", "norm", "example"],
+)
+def test_arguments_of_the_wrong_type_are_named(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        insert_ce_(create("torchvision/resnet18"), **arguments)

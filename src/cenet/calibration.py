@@ -35,11 +35,13 @@ def update_ce_stats(
     Returns:
         The number of batches used.
     """
-    layers = [layer for _, layer in ce_layers(model) if not layer.frozen]
+    found = [layer for _, layer in ce_layers(model)]
+    layers = [layer for layer in found if not layer.frozen]
     if not layers:
-        raise ValueError(
-            f"{type(model).__name__} has no CE layer whose statistics could be updated"
-        )
+        reason = "only frozen CE layers; unfreeze_ce_ them" if found else "no CE layer"
+        raise ValueError(f"{type(model).__name__} has {reason}")
+    if isinstance(loader, Tensor):
+        raise TypeError("loader must yield batches; wrap a single batch in a list")
     if num_batches is not None and num_batches < 1:
         raise ValueError(f"num_batches={num_batches} must be at least 1")
     branches = [branch for layer in layers for branch in _branches(layer)]
@@ -57,10 +59,21 @@ def update_ce_stats(
             branch.momentum = None
         for batch in islice(loader, num_batches):
             inputs = batch[0] if isinstance(batch, list | tuple) else batch
+            if not isinstance(inputs, Tensor):
+                raise TypeError(
+                    "loader must yield tensors, or tuples and lists that start with one, got "
+                    f"{type(batch).__name__}"
+                )
             model(inputs.to(device))
             count += 1
         if count == 0:
             raise ValueError("loader yielded no batch; the running statistics are unchanged")
+        silent = [name for name, layer in ce_layers(model) if layer in layers and _saw_none(layer)]
+        if silent:
+            raise ValueError(
+                "no usable batch (empty, not finite, or the layer does not run in evaluation) "
+                f"reached {', '.join(silent)}; the running statistics are unchanged"
+            )
     except BaseException:
         for branch, values in zip(branches, saved, strict=True):
             _restore(branch, values)
@@ -76,6 +89,10 @@ def update_ce_stats(
 def _branches(layer: EquilibriumLayer) -> list[BatchDecorrelation2d | InstanceReweighting2d]:
     kinds = (BatchDecorrelation2d, InstanceReweighting2d)
     return [module for module in layer.modules() if isinstance(module, kinds)]
+
+
+def _saw_none(layer: EquilibriumLayer) -> bool:
+    return any(bool(branch.num_batches_tracked == 0) for branch in _branches(layer))
 
 
 def _restore(branch: nn.Module, values: list[Tensor]) -> None:

@@ -1,7 +1,7 @@
 """The `cenet` command: parse, then one call each."""
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from rich.console import Console
@@ -9,8 +9,11 @@ from rich.table import Table
 
 from cenet import __version__
 
+if TYPE_CHECKING:
+    from torch import nn
 
-def sites(model: Annotated[str, tyro.conf.Positional]) -> None:
+
+def sites(model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]) -> None:
     """List where CE can go in a network, and where `insert_ce_` puts it by default.
 
     Args:
@@ -18,7 +21,10 @@ def sites(model: Annotated[str, tyro.conf.Positional]) -> None:
     """
     from cenet.surgery import ce_sites
 
-    found = ce_sites(_create(model))
+    try:
+        found = ce_sites(_create(model))
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
     if not found:
         raise SystemExit(f"{model} has no norm that CE could follow")
     chosen = sum(site.default for site in found)
@@ -57,21 +63,25 @@ def main() -> None:
     )
 
 
-def _create(name: str):  # type: ignore[no-untyped-def]
+def _create(name: str) -> "nn.Module":
     if name.startswith("torchvision/"):
-        from torchvision.models import get_model, list_models
+        import torchvision
 
         short = name.removeprefix("torchvision/")
-        if short not in list_models():
+        if short not in torchvision.models.list_models(module=torchvision.models):
             raise SystemExit(
-                f"{name} is not a torchvision model; see torchvision.models.list_models()"
+                f"{name} is not a classification network of torchvision; see "
+                "torchvision.models.list_models(module=torchvision.models)"
             )
-        return get_model(short, weights=None)
+        network: nn.Module = torchvision.models.get_model(short, weights=None)
+        return network
     import timm
 
-    if not timm.is_model(name):
+    short = name.removeprefix("timm/")
+    if not timm.is_model(short):
         raise SystemExit(f"{name} is not a timm model; use torchvision/NAME for torchvision's")
-    return timm.create_model(name, pretrained=False)
+    model: nn.Module = timm.create_model(short, pretrained=False)
+    return model
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Which module feeds which, read off the autograd graph of one run on the meta device.
+"""Which module feeds which, read off the autograd graph of one run.
 
-A network says where its tensors go only by running. Running it on meta tensors costs no arithmetic,
-changes no buffer and works with any Python control flow, and autograd records the flow for free.
+A network says where its tensors go only by running. A copy of it on meta tensors costs no memory
+and no arithmetic, runs any Python control flow, and autograd records the flow for free.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -72,64 +73,76 @@ class Dataflow:
 def trace(
     model: nn.Module, watch: Callable[[nn.Module], bool], example_input: Tensor | None = None
 ) -> Dataflow:
-    """Run `model` once in evaluation mode on meta tensors and record the flow between watched
-    modules.
+    """Run `model` once in evaluation mode and record the flow between watched modules.
 
-    Without `example_input`, an RGB-like image of the channels the first convolution expects is
-    tried in several sizes.
+    The run is on meta tensors, or if that fails (a tensor made in `forward`, say) on real ones.
+    Without `example_input`, an image of the channels the first convolution expects is tried in
+    several sizes.
     """
+    if example_input is not None and not isinstance(example_input, Tensor):
+        raise TypeError(f"example_input must be one tensor, got {type(example_input).__name__}")
     failure: Exception | None = None
-    for shape in _shapes(model, example_input):
-        try:
-            return _run(model, watch, torch.empty(shape, device="meta"))
-        except Exception as error:  # whatever the model raises on an input it does not take
-            failure = failure or error
+    inputs = example_images(model) if example_input is None else [example_input]
+    for run in (_run_on_meta, _run):
+        for x in inputs:
+            try:
+                return run(model, watch, x)
+            except Exception as error:  # whatever the model raises on an input it does not take
+                failure = failure or error
     raise ValueError(
-        f"could not run {type(model).__name__} on meta tensors to see where its norms lead "
-        f"({failure}); pass example_input=a batch the model accepts"
+        f"could not run {type(model).__name__} to see where its norms lead ({failure}); pass "
+        "example_input=a batch it accepts, or take the part of it that maps one image tensor "
+        "(model.backbone, say); insert_ce_ also takes a filter_fn"
     ) from failure
 
 
-def _shapes(model: nn.Module, example_input: Tensor | None) -> list[tuple[int, ...]]:
-    if example_input is not None:
-        return [tuple(example_input.shape)]
+def example_images(model: nn.Module, sizes: Iterable[int] = IMAGE_SIZES) -> list[Tensor]:
+    """Blank images of several sizes, with the channels the first convolution of `model` expects."""
     convolutions = (module for module in model.modules() if isinstance(module, nn.Conv2d))
     channels = next((module.in_channels for module in convolutions), 3)
-    return [(2, channels, size, size) for size in IMAGE_SIZES]
+    own = next(model.parameters(), torch.empty(0))
+    dtype = own.dtype if own.is_floating_point() else torch.float32
+    return [
+        torch.zeros((), device=own.device, dtype=dtype).expand(2, channels, size, size)
+        for size in sizes
+    ]
 
 
-def _run(model: nn.Module, watch: Callable[[nn.Module], bool], x: Tensor) -> Dataflow:
-    flow = Dataflow()
-    state = {
-        name: torch.empty_like(value, device="meta", requires_grad=value.is_floating_point())
-        for name, value in model.named_parameters()
+def _run_on_meta(model: nn.Module, watch: Callable[[nn.Module], bool], x: Tensor) -> Dataflow:
+    memo: dict[int, Any] = {
+        id(parameter): nn.Parameter(
+            torch.empty_like(parameter, device="meta"), requires_grad=parameter.is_floating_point()
+        )
+        for parameter in model.parameters()
     }
-    buffers = {name: torch.empty_like(b, device="meta") for name, b in model.named_buffers()}
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    # an alias, because a leaf is no operation and two branches may fork at the input itself
-    x = x.to(dtype).requires_grad_().view_as(x)
-    with _evaluation(model), _watching(model, watch, flow), torch.enable_grad():
-        outputs = torch.func.functional_call(model, {**state, **buffers}, (x,))
+    memo |= {id(buffer): torch.empty_like(buffer, device="meta") for buffer in model.buffers()}
+    return _run(model, watch, x.to("meta"), memo)
+
+
+def _run(
+    model: nn.Module,
+    watch: Callable[[nn.Module], bool],
+    x: Tensor,
+    memo: dict[int, Any] | None = None,
+) -> Dataflow:
+    # a twin runs, so that whatever a forward pass leaves behind is not left in the model
+    memo = {} if memo is None else memo
+    twin = copy.deepcopy(model, memo)
+    original = {memo[id(module)]: module for module in model.modules()}
+    flow = Dataflow()
+    watched = [module for module in original if watch(original[module])]
+    with torch.inference_mode(False), torch.enable_grad(), _watching(watched, flow):
+        # an alias, because a leaf is no operation and two branches may fork at the input itself
+        x = x.detach().clone().requires_grad_()
+        outputs = twin.eval()(x.view_as(x))
+    for call in flow.calls:
+        call.module = original[call.module]
     _record_consumers(flow, outputs)
     return flow
 
 
 @contextmanager
-def _evaluation(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        # one by one: a module may override train()
-        for module, mode in modes.items():
-            module.training = mode
-
-
-@contextmanager
-def _watching(
-    model: nn.Module, watch: Callable[[nn.Module], bool], flow: Dataflow
-) -> Iterator[None]:
+def _watching(modules: Iterable[nn.Module], flow: Dataflow) -> Iterator[None]:
     def enter(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if not args or not isinstance(args[0], Tensor):
             return None
@@ -148,8 +161,7 @@ def _watching(
     open_calls: list[Call] = []
     handles = [
         handle
-        for module in model.modules()
-        if watch(module)
+        for module in modules
         for handle in (
             module.register_forward_pre_hook(enter),
             module.register_forward_hook(leave),

@@ -49,7 +49,7 @@ def load_digits(seed: int) -> Digits:
     try:
         from sklearn.datasets import load_digits as embedded_digits
     except ImportError as error:
-        message = "the demo needs scikit-learn for its digits; pip install 'cenet[demo]'"
+        message = "the demo needs scikit-learn for its digits; pip install '.[demo]' in the clone"
         raise SystemExit(message) from error
     bunch = embedded_digits()
     images = torch.tensor(bunch.images, dtype=torch.float32)[:, None] / 16
@@ -140,6 +140,9 @@ def run_demo(epochs: int = 40, seeds: int = 3) -> dict[str, list[Result]]:
     for name, value in {"epochs": epochs, "seeds": seeds}.items():
         if value < 1:
             raise SystemExit(f"{name}={value} must be at least 1")
+    # the maps are small, and threads would spend their time waiting for each other
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     console = Console()
     results: dict[str, list[Result]] = {"BN": [], "BN + CE": []}
     columns = (
@@ -158,6 +161,7 @@ def run_demo(epochs: int = 40, seeds: int = 3) -> dict[str, list[Result]]:
                 if name == "BN + CE":
                     insert_ce_(model)
                 runs.append(train(model, data, progress, name=name, epochs=epochs, seed=seed))
+    torch.set_num_threads(threads)
     console.print(_table(results, epochs=epochs))
     return results
 

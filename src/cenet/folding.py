@@ -6,13 +6,14 @@ itself, so what remains is one fixed matrix per group and the gate, `FoldedCE2d`
 """
 
 from copy import deepcopy
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from cenet import functional as F
-from cenet.dataflow import Call, Dataflow, trace
+from cenet.dataflow import IMAGE_SIZES, Call, Dataflow, example_images, trace
 from cenet.nn import (
     BatchDecorrelation2d,
     ChannelEquilibrium2d,
@@ -26,6 +27,7 @@ from cenet.nn.norms import (
     affine,
     inner_activation,
     is_batch_norm,
+    is_hooked,
     uses_batch_statistics,
 )
 
@@ -69,11 +71,11 @@ class FoldedCE2d(nn.Module):
     """CE in deployment, after a convolution that has absorbed the norm's scale: (M + Diag(a_n)) (x
     + shift).
 
-    Numerics: the norm's shift stays here and out of the convolution, so x is centred on the running
-    mean and its instance variance can be had in one pass, E[x²] − E[x]², without cancellation.
-
     Shape: (N, C, H, W) -> (N, C, H, W).
     """
+
+    # `ce_layers` does not look inside
+    is_deploy_form = True
 
     shift: Tensor
     matrix: Tensor | None
@@ -104,10 +106,9 @@ class FoldedCE2d(nn.Module):
         if self.ir is not None:
             pixels = x.shape[2] * x.shape[3]
             mean = x.mean((2, 3), dtype=dtype)
-            square = torch.linalg.vector_norm(x, dim=(2, 3), dtype=dtype).square() / pixels
-            var = (square - mean.square()).clamp_min(0)
-            moments = F.Moments(mean, var, None, pixels)
-            gain = self.ir.gain(moments, torch.ones_like(mean[0]), batch=False)
+            spread = torch.linalg.vector_norm(x - mean[:, :, None, None], dim=(2, 3))
+            moments = F.Moments(mean, spread.square() / pixels, None, pixels)
+            gain = self.ir.gain(moments, mean.new_ones(x.shape[1]), batch=False)
             d = self.gain_weight * gain + self.gain_offset
             c = c + d * self.shift
         y = F.mix(x, matrix, d, c)
@@ -150,7 +151,7 @@ def fold_ce(model: nn.Module, example_input: Tensor | None = None) -> nn.Module:
     Args:
         model: a network with CE, in evaluation mode. It is not changed.
         example_input: a batch the model accepts; needed only if it does not take (N, C, H, W)
-            images.
+            images of a usual size.
 
     Raises:
         ValueError: the model is in training mode, has no CE, or has a CE that cannot be folded:
@@ -165,22 +166,65 @@ def fold_ce(model: nn.Module, example_input: Tensor | None = None) -> nn.Module:
     for call in flow.calls:
         calls.setdefault(call.module, []).append(call)
     inside = {part for m in folded.modules() if isinstance(m, NormCE2d) for part in m.modules()}
-    for name, module in list(folded.named_modules()):
+    left: dict[nn.Module, nn.Module] = {}
+    names = list(folded.named_modules(remove_duplicate=False))
+    for name, module in names:
+        if module in left:
+            continue
         if isinstance(module, NormCE2d):
             conv = _convolution_before(flow, calls, module)
             if isinstance(conv, str):
                 raise ValueError(f"cannot fold {name} of {type(model).__name__}: {conv}")
-            folded.set_submodule(name, _fold_norm_ce(conv, module))
+            left[module] = _fold_norm_ce(conv, module)
         elif _is_bare_norm(module) and module not in inside and module in calls:
             conv = _convolution_before(flow, calls, module)
             if isinstance(conv, nn.Conv2d):
                 _fold_norm(conv, module)
-                folded.set_submodule(name, inner_activation(module) or nn.Identity())
+                left[module] = inner_activation(module) or nn.Identity()
+    for name, module in names:
+        if module in left:
+            folded.set_submodule(name, left[module])
+    folded.eval()
+    _verify(model, folded, example_input)
     return folded
+
+
+def _verify(model: nn.Module, folded: nn.Module, example_input: Tensor | None) -> None:
+    """Compare the outputs once: a network may use its tensors in ways that autograd does not see.
+
+    In float64 if the network runs in it, because rounding may be amplified by an untrained network.
+    """
+    inputs = example_images(model, (64, *IMAGE_SIZES)) if example_input is None else [example_input]
+    for dtype, tolerance in ((torch.float64, 1e-6), (None, 1e-3)):
+        pair = [deepcopy(network).to(dtype=dtype) for network in (model, folded)]
+        for example in inputs:
+            x = torch.randn(example.shape, dtype=dtype or example.dtype, device=example.device)
+            try:
+                expected = _tensors(pair[0](x))
+            except Exception:  # whatever the model raises on an input it does not take
+                continue
+            actual = _tensors(pair[1](x))
+            for ours, theirs in zip(actual, expected, strict=True):
+                error = ((ours - theirs).norm() / theirs.norm().clamp_min(1e-12)).item()
+                if error > tolerance:
+                    raise ValueError(
+                        f"cannot fold {type(model).__name__}: its outputs would change by "
+                        f"{error:.1e}, so a convolution or norm is used in a way not seen here"
+                    )
+            return
+
+
+def _tensors(outputs: Any) -> list[Tensor]:
+    leaves = (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
+    return [leaf for leaf in leaves if leaf.is_floating_point()]
 
 
 def _check_model(model: nn.Module) -> None:
     name = type(model).__name__
+    if hasattr(model, "_orig_mod"):
+        raise ValueError("fold before compiling: torch.compile(fold_ce(model._orig_mod))")
+    if any(isinstance(module, FoldedCE2d) for module in model.modules()):
+        raise ValueError(f"{name} is folded already")
     if any(module.training for module in model.modules()):
         raise ValueError(f"fold_ce needs {name} in evaluation mode; call model.eval() first")
     if isinstance(model, NormCE2d):
@@ -194,12 +238,14 @@ def _check_model(model: nn.Module) -> None:
     for layer_name, layer in layers.items():
         if layer not in wrapped:
             raise ValueError(
-                f"cannot fold {layer_name} of {name}: it is not behind a norm in a NormCE2d"
+                f"cannot fold {layer_name} of {name}: it is not behind a norm in a NormCE2d; "
+                "build it as NormCE2d(norm, ce)"
             )
 
 
 def _is_bare_norm(module: nn.Module) -> bool:
-    if isinstance(module, BATCH_NORMS) and inner_activation(module) is not None:
+    fused = isinstance(module, BATCH_NORMS) and inner_activation(module) is not None
+    if fused and type(module).__module__.startswith("timm."):
         return not uses_batch_statistics(module)
     return is_batch_norm(module) and not uses_batch_statistics(module)
 
@@ -215,6 +261,9 @@ def _convolution_before(
         return (
             f"{type(norm).__name__} does not become a fixed map in evaluation; only batch norm does"
         )
+    parts = (module, norm, *([module.ce] if isinstance(module, NormCE2d) else []))
+    if any(is_hooked(part) for part in parts):
+        return "somebody hooked it, and the hook would be lost"
     if len(calls.get(module, [])) != 1:
         return f"it runs {len(calls.get(module, []))} times in a forward pass, not once"
     source = flow.sole_source(calls[module][0])
@@ -227,7 +276,12 @@ def _convolution_before(
     if not isinstance(conv, nn.Conv2d):
         return f"its input comes from {type(conv).__name__}, not from a convolution"
     if type(conv) is not nn.Conv2d and type(conv).__name__ != "Conv2dSame":
-        return f"{type(conv).__name__} may not use its weight as it is; only Conv2d is known to"
+        return (
+            f"{type(conv).__name__} may not use its weight as it is, only Conv2d is known to; "
+            "remove a parametrization first"
+        )
+    if is_hooked(conv):
+        return "its convolution is hooked, and the hook would see other values"
     if len(calls[conv]) != 1:
         return f"its convolution runs {len(calls[conv])} times in a forward pass: it is shared"
     return conv

@@ -315,7 +315,9 @@ def mix(x: Tensor, P: Tensor | None, d: Tensor | None, c: Tensor) -> Tensor:
         operator.expand(n, -1, -1, -1).reshape(n * groups, group_size, group_size),
         _grouped_pixels(values, group_size),
     )
-    y = y.view(n, groups * group_size, height, width).to(x.dtype)
+    # not a view to autograd, so that a residual block may add to it in place at no cost
+    shape = [n, groups * group_size, height, width]
+    y = cast(Tensor, torch.ops.aten._unsafe_view(y, shape)).to(x.dtype)
     if groups * group_size != channels:
         y = y[:, :channels]
     channels_last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from cenet.dataflow import Call, trace
 from cenet.nn import ChannelEquilibrium2d, EquilibriumLayer, NormCE2d, ce_layers
 from cenet.nn.norm_ce import check_start
-from cenet.nn.norms import inner_activation, norm_channels
+from cenet.nn.norms import inner_activation, inner_parts, norm_channels
 
 FilterFn = Callable[[nn.Module, str], bool]
 
@@ -35,8 +35,8 @@ def ce_sites(model: nn.Module, example_input: Tensor | None = None) -> list[CESi
 
     Args:
         model: any network whose norms are modules. It is not changed.
-        example_input: a batch the model accepts; needed only if it does not take (N, C, H, W)
-            images.
+        example_input: a batch the model accepts. Norms whose map has a single pixel at this size
+            are not chosen; by default 224×224, or the first usual size that the model takes.
     """
     norms = _bare_norms(model)
     chosen = _default_norms(model, norms, example_input) if norms else set()
@@ -58,26 +58,33 @@ def insert_ce_(
     """Put a CE layer behind norms of `model`, in place, and return their names.
 
     The weights stay, and a checkpoint of the original network still loads: only `.ce.` keys are
-        missing.
-    A norm whose weight is all zero (zero-initialised residual branches) leaves CE nothing to work
+    missing. Build the optimizer afterwards, so that it sees the new parameters. A norm whose weight
+    is all zero (zero-initialised residual branches) leaves CE nothing to work
     on: its weight is set to one, with a warning, unless `start="identity"`.
 
     Args:
-        model: any network whose norms are modules.
+        model: a network whose norms are modules over (N, C, H, W).
         filter_fn: `filter_fn(norm, name)` decides about each norm; by default the last norm of each
             residual block, or without such blocks every norm that feeds an activation (see
             `ce_sites`).
         layer: `ChannelEquilibrium2d`, `BatchDecorrelation2d` or `InstanceReweighting2d`.
         start: "identity" leaves the output of the network unchanged until it is trained (see
             `NormCE2d`).
-        example_input: a batch the model accepts; needed only if it does not take (N, C, H, W)
-            images.
+        example_input: a batch the model accepts. Norms whose map has a single pixel at this size
+            are not chosen; by default 224×224, or the first usual size that the model takes.
         **layer_kwargs: passed to `layer`, e.g. `group_size=32`.
 
     Raises:
         ValueError: nothing matched; the message lists the candidates.
     """
     check_start(start)
+    if filter_fn is not None and not callable(filter_fn):
+        raise TypeError(f"filter_fn={filter_fn!r} must be a function of (norm, name)")
+    if not (isinstance(layer, type) and issubclass(layer, EquilibriumLayer)):
+        raise TypeError(
+            f"layer={layer!r} must be a class: ChannelEquilibrium2d, BatchDecorrelation2d or "
+            "InstanceReweighting2d"
+        )
     norms = _bare_norms(model)
     if filter_fn is None:
         chosen = _default_norms(model, norms, example_input) if norms else set()
@@ -85,7 +92,7 @@ def insert_ce_(
     else:
         sites = {name: norm for name, norm in norms.items() if filter_fn(norm, name)}
     if not sites:
-        raise ValueError(_nothing_matched(model, norms))
+        raise ValueError(_nothing_matched(model, norms, by_default=filter_fn is None))
     # all layers are built before the first edit, so that a bad argument leaves the model as it was
     layers = {
         norm: layer(norm_channels(norm) or 0, **_factory(norm, model), **layer_kwargs)
@@ -168,39 +175,52 @@ def _bare_norms(model: nn.Module) -> dict[str, nn.Module]:
 def _default_norms(
     model: nn.Module, norms: dict[str, nn.Module], example_input: Tensor | None
 ) -> set[nn.Module]:
-    flow = trace(model, lambda module: module in set(norms.values()), example_input)
+    bare = set(norms.values())
+    with_ce = (NormCE2d, EquilibriumLayer)
+    flow = trace(model, lambda module: module in bare or isinstance(module, with_ce), example_input)
 
     def is_feature_map(call: Call) -> bool:
         return len(call.shape) == 4 and call.shape[2] * call.shape[3] > 1
 
-    # by the operation that made the norm's output, if that reaches the output of the network
+    # by the operation that made the output of norm or CE, if that reaches the network's output
     made = {
         call.output: call.module
         for call in flow.calls
         if call.output is not None and call.output in flow.consumers and is_feature_map(call)
     }
+    followed = {call.source for call in flow.calls if isinstance(call.module, with_ce)}
     last = set()
     for branch in flow.residual_branches():
         inside = [node for node in branch if node in made]
         if inside:
             last.add(made[max(inside, key=lambda node: node._sequence_nr())])
     if last:
-        return last
+        return last & bare
     return {
         norm
         for node, norm in made.items()
-        if flow.feeds_activation(node) or inner_activation(norm) is not None
+        if norm in bare
+        and node not in followed
+        and (flow.feeds_activation(node) or inner_activation(norm) is not None)
     }
 
 
-def _nothing_matched(model: nn.Module, norms: dict[str, nn.Module]) -> str:
+def _nothing_matched(model: nn.Module, norms: dict[str, nn.Module], *, by_default: bool) -> str:
+    name = type(model).__name__
+    if norm_channels(model) is not None:
+        return f"the model is itself a norm; use NormCE2d({name}(...), ChannelEquilibrium2d(...))"
     if not norms:
         return (
-            f"{type(model).__name__} has no norm that CE could follow and does not follow already "
+            f"{name} has no norm that CE could follow and does not follow already "
             "(BatchNorm2d, GroupNorm, InstanceNorm2d, LayerNorm2d)"
         )
-    candidates = ", ".join(f"{name} ({type(norm).__name__})" for name, norm in norms.items())
-    return f"no norm of {type(model).__name__} matched; candidates for filter_fn: {candidates}"
+    candidates = ", ".join(f"{key} ({type(norm).__name__})" for key, norm in norms.items())
+    if by_default:
+        return (
+            f"no norm of {name} without CE is the last of a residual block or feeds an "
+            f"activation; choose with filter_fn among the candidates: {candidates}"
+        )
+    return f"filter_fn matched no norm of {name}; candidates: {candidates}"
 
 
 def _factory(norm: nn.Module, model: nn.Module) -> dict[str, Any]:
@@ -209,12 +229,10 @@ def _factory(norm: nn.Module, model: nn.Module) -> dict[str, Any]:
 
 
 def _wrap(norm: nn.Module, ce: EquilibriumLayer, start: Literal["paper", "identity"]) -> NormCE2d:
-    act = inner_activation(norm)
-    if act is None:
-        return NormCE2d(norm, ce, start=start).train(norm.training)
     # norm and activation in one module (timm's BatchNormAct2d): CE goes between them, so the
     # wrapper takes over the activation and hands it back in _unwrap
-    moved = ("drop", "act") if isinstance(act, nn.Sequential) else ("act",)
+    act = inner_activation(norm)
+    moved = inner_parts(norm)
     for name in moved:
         setattr(norm, name, nn.Identity())
     wrapper = NormCE2d(norm, ce, act, start=start).train(norm.training)
@@ -230,7 +248,8 @@ def _unwrap(wrapper: NormCE2d) -> nn.Module:
             nn.init.zeros_(weight)
     if act is None:
         return norm
-    if not wrapper.moved:
+    # torch's conversion to SyncBatchNorm leaves a norm that would not apply the activation
+    if not wrapper.moved or type(norm).__module__.startswith("torch.nn."):
         return nn.Sequential(norm, act)
     parts = list(act.children()) if len(wrapper.moved) > 1 else [act]
     for name, part in zip(wrapper.moved, parts, strict=True):

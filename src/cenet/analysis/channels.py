@@ -10,4 +10,6 @@ def inhibited_ratio(magnitude: Tensor, threshold: float = 1e-2) -> float:
         magnitude: mean over images and pixels of the absolute post-activation value, (C,).
         threshold: the paper uses 1e-2.
     """
+    if magnitude.dim() != 1:
+        raise ValueError(f"magnitude must be one value per channel, got {tuple(magnitude.shape)}")
     return (magnitude < threshold).float().mean().item()

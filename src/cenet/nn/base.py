@@ -1,6 +1,8 @@
 """What CE layers share: the way from input to output, freezing, and argument checks."""
 
 from collections.abc import Iterator
+from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,19 +16,27 @@ def check(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def is_integer(value: object) -> bool:
+    """Whether `value` is an integer of any library, and not a bool."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_number(value: Any, low: float, high: float) -> bool:
+    """Whether `value` is a number in (low, high]."""
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    return number and low < float(value) <= high
+
+
 def check_counts(**counts: int) -> None:
     """Raise ValueError for an argument that is not a positive integer."""
     for name, value in counts.items():
-        check(
-            isinstance(value, int) and value >= 1,
-            f"{name}={value!r} must be an integer of at least 1",
-        )
+        check(is_integer(value) and value >= 1, f"{name}={value!r} must be an integer, at least 1")
 
 
 def check_momentum(momentum: float | None) -> None:
     """Raise ValueError for a momentum that is neither None nor in (0, 1]."""
     check(
-        momentum is None or 0 < momentum <= 1,
+        momentum is None or is_number(momentum, 0, 1),
         f"momentum={momentum!r} must be in (0, 1], or None to weigh all batches alike; "
         "use freeze() to stop the averages",
     )
@@ -56,9 +66,12 @@ class EquilibriumLayer(nn.Module):
         """Equilibrate x, the output of a norm: (N, C, H, W) -> (N, C, H, W)."""
         self.check_input(x)
         batch = self.uses_batch(x)
-        scale = x.new_ones(self.num_features, dtype=F.statistics_dtype(x))
-        moments = self.measure(x, batch=batch)
-        return F.mix(x, *self.coefficients(moments, scale, torch.zeros_like(scale), batch=batch))
+        # cast once: the two gradients of x are then added before they are rounded
+        values = x.to(F.statistics_dtype(x))
+        scale = values.new_ones(self.num_features)
+        moments = self.measure(values, batch=batch)
+        coefficients = self.coefficients(moments, scale, torch.zeros_like(scale), batch=batch)
+        return F.mix(values, *coefficients).to(x.dtype)
 
     def measure(self, x: Tensor, *, batch: bool, sign: Tensor | None = None) -> F.Moments | None:
         """Take the moments of x that `coefficients` will ask for, or None if it needs none."""
@@ -91,6 +104,8 @@ class EquilibriumLayer(nn.Module):
 
     def check_input(self, x: Tensor) -> None:
         """Raise a clear error for an input of the wrong dtype or shape."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"expected a tensor, got {type(x).__name__}")
         if not x.is_floating_point():
             raise TypeError(
                 f"expected a floating-point input, got {x.dtype}; convert it with x.float()"
@@ -116,6 +131,13 @@ class EquilibriumLayer(nn.Module):
         self.frozen = False
         for name in self.trained:
             self.get_parameter(name).requires_grad_()
+        self.trained = []
+
+    def mode_repr(self) -> str:
+        """What sets this layer apart from a fresh one, for `extra_repr`."""
+        return (", identity start" if self.blend is not None else "") + (
+            ", frozen" if self.frozen else ""
+        )
 
     def reset_running_stats(self) -> None:
         """Forget the running statistics."""
@@ -132,6 +154,7 @@ def ce_layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Equili
     """Every CE layer under `module` with its name, but not the branches inside one."""
     if isinstance(module, EquilibriumLayer):
         yield prefix, module
+    if isinstance(module, EquilibriumLayer) or getattr(module, "is_deploy_form", False):
         return
     for name, child in module.named_children():
         yield from ce_layers(child, f"{prefix}.{name}" if prefix else name)

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from cenet import functional as F
-from cenet.nn.base import EquilibriumLayer, check, check_counts, check_momentum
+from cenet.nn.base import (
+    EquilibriumLayer,
+    check,
+    check_counts,
+    check_momentum,
+    is_integer,
+    is_number,
+)
 from cenet.nn.running import average_
 
 
@@ -54,7 +61,7 @@ class BatchDecorrelation2d(EquilibriumLayer):
         check_counts(group_size=group_size, pool=pool)
         check_momentum(momentum)
         check(
-            isinstance(newton_steps, int) and 1 <= newton_steps <= 9,
+            is_integer(newton_steps) and 1 <= newton_steps <= 9,
             f"newton_steps={newton_steps!r} must be an integer in 1..9; the paper uses 3",
         )
         self.momentum = momentum
@@ -116,7 +123,7 @@ class BatchDecorrelation2d(EquilibriumLayer):
             f"{self.num_features}, groups={groups}, newton_steps={self.newton_steps}, "
             f"momentum={self.momentum}"
             + (f", pool={self.pool}" if self.pool > 1 else "")
-            + (", frozen" if self.frozen else "")
+            + self.mode_repr()
         )
 
 
@@ -154,9 +161,12 @@ class InstanceReweighting2d(EquilibriumLayer):
     ) -> None:
         """Validate the arguments, build the gate and register the buffers."""
         super().__init__(num_features)
-        check(eps > 0, f"eps={eps!r} must be positive; the default is 1e-5")
+        check(is_number(eps, 0, 1e30), f"eps={eps!r} must be positive; the default is 1e-5")
         check_momentum(momentum)
-        check(0 < rd_ratio <= 1, f"rd_ratio={rd_ratio!r} must be in (0, 1]; the paper uses 0.25")
+        check(
+            is_number(rd_ratio, 0, 1),
+            f"rd_ratio={rd_ratio!r} must be in (0, 1]; the paper uses 0.25",
+        )
         self.eps = eps
         self.momentum = momentum
         # set by the loader of released checkpoints: that code divides by L − 1 and shows the gate
@@ -224,7 +234,8 @@ class InstanceReweighting2d(EquilibriumLayer):
         check(
             x.shape[2] * x.shape[3] > 1,
             "expected more than 1 spatial value per channel when training (one value has no "
-            f"instance variance), got input size {tuple(x.shape)}",
+            f"instance variance), got input size {tuple(x.shape)}; use larger images, or no CE "
+            "here: insert_ce_(model, example_input=...) leaves out maps of one pixel",
         )
 
     def reset_running_stats(self) -> None:
@@ -243,5 +254,5 @@ class InstanceReweighting2d(EquilibriumLayer):
         return (
             f"{self.num_features}, eps={self.eps}, momentum={self.momentum}"
             + (", released" if self.released else "")
-            + (", frozen" if self.frozen else "")
+            + self.mode_repr()
         )

@@ -109,4 +109,4 @@ class ChannelEquilibrium2d(EquilibriumLayer):
 
     def extra_repr(self) -> str:
         """Channels; the branches say the rest."""
-        return f"{self.num_features}" + (", frozen" if self.frozen else "")
+        return f"{self.num_features}" + self.mode_repr()

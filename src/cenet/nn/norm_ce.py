@@ -11,6 +11,7 @@ from cenet.nn.norms import (
     affine,
     inner_activation,
     is_affine,
+    is_hooked,
     norm_channels,
     uses_batch_statistics,
     weight_sign,
@@ -70,12 +71,16 @@ class NormCE2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize, equilibrate, activate."""
-        y = self._as_one_map(x) if is_affine(self.norm) else self.ce(self.norm(x))
+        self.ce.check_input(x)
+        if is_affine(self.norm) and not is_hooked(self.ce):
+            y = self._as_one_map(x)
+        else:
+            # not every norm takes an empty batch
+            y = self.ce(self.norm(x) if x.numel() > 0 else x)
         return y if self.act is None else self.act(y)
 
     def _as_one_map(self, x: Tensor) -> Tensor:
         norm, ce = self.norm, self.ce
-        ce.check_input(x)
         ce_batch = ce.uses_batch(x)
         norm_batch = uses_batch_statistics(norm) and x.numel() > 0
         if norm_batch and x.shape[2] * x.shape[3] == 1 and x.shape[0] == 1:
@@ -83,20 +88,23 @@ class NormCE2d(nn.Module):
                 "expected more than 1 value per channel when training, "
                 f"got input size {tuple(x.shape)}"
             )
-        moments = ce.measure(x, batch=ce_batch, sign=weight_sign(norm, x))
+        # cast once: the two gradients of x are then added before they are rounded
+        values = x.to(F.statistics_dtype(x))
+        moments = ce.measure(values, batch=ce_batch, sign=weight_sign(norm, values))
         if norm_batch and moments is None:
-            moments = F.moments(x, group_size=None)
-        scale, shift = affine(norm, x, moments, batch=norm_batch)
-        return F.mix(x, *ce.coefficients(moments, scale, shift, batch=ce_batch))
+            moments = F.moments(values, group_size=None)
+        scale, shift = affine(norm, values, moments, batch=norm_batch)
+        coefficients = ce.coefficients(moments, scale, shift, batch=ce_batch)
+        return F.mix(values, *coefficients).to(x.dtype)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         # a checkpoint written before the norm was wrapped: bn1.weight -> bn1.norm.weight
-        for name in self.norm.state_dict():
-            old, new = f"{prefix}{name}", f"{prefix}norm.{name}"
-            if old in state_dict and new not in state_dict:
-                state_dict[new] = state_dict.pop(old)
+        for old in [key for key in state_dict if key.startswith(prefix)]:
+            name = old.removeprefix(prefix)
+            if "." not in name and f"{prefix}norm.{name}" not in state_dict:
+                state_dict[f"{prefix}norm.{name}"] = state_dict.pop(old)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 

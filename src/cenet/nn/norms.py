@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from cenet import functional as F
@@ -27,15 +28,22 @@ def norm_channels(module: nn.Module) -> int | None:
     return None
 
 
+def inner_parts(norm: nn.Module) -> tuple[str, ...]:
+    """Names of the dropout and activation that a norm such as timm's `BatchNormAct2d` applies."""
+    parts = {name: getattr(norm, name, None) for name in ("drop", "act")}
+    return tuple(
+        name
+        for name, part in parts.items()
+        if isinstance(part, nn.Module) and not isinstance(part, nn.Identity)
+    )
+
+
 def inner_activation(norm: nn.Module) -> nn.Module | None:
-    """The activation (and dropout) that a norm such as timm's `BatchNormAct2d` applies itself."""
-    parts = [getattr(norm, name, None) for name in ("drop", "act")]
-    live = [
-        part for part in parts if isinstance(part, nn.Module) and not isinstance(part, nn.Identity)
-    ]
-    if not live:
+    """What these parts do, as one module."""
+    parts = [getattr(norm, name) for name in inner_parts(norm)]
+    if not parts:
         return None
-    return live[0] if len(live) == 1 else nn.Sequential(*live)
+    return parts[0] if len(parts) == 1 else nn.Sequential(*parts)
 
 
 def is_batch_norm(norm: nn.Module) -> bool:
@@ -62,8 +70,17 @@ def is_affine(norm: nn.Module) -> bool:
     called.
     """
     synchronizes = isinstance(norm, nn.SyncBatchNorm) and uses_batch_statistics(norm)
-    hooked = norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks
-    return is_batch_norm(norm) and not synchronizes and not hooked
+    return is_batch_norm(norm) and not synchronizes and not is_hooked(norm)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether somebody waits for `module` to be called."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
 
 
 def affine(
@@ -80,10 +97,12 @@ def affine(
         # Eq. BN of Appendix B: μ = E[μ_IN], σ² = E[σ²_IN] + D[μ_IN]
         mean = moments.mean.mean(0)
         var = moments.var.mean(0) + (moments.mean - mean).square().mean(0)
-        if norm.training and norm.running_mean is not None:
+        if norm.training and norm.track_running_stats and norm.running_mean is not None:
             count = x.shape[0] * moments.pixels
             averages = [(norm.running_mean, mean), (norm.running_var, var * (count / (count - 1)))]
-            average_(averages, norm.num_batches_tracked, norm.momentum, debias=False)
+            seen = norm.num_batches_tracked
+            seen = torch.zeros((), dtype=torch.long, device=x.device) if seen is None else seen
+            average_(averages, seen, norm.momentum, debias=False)
     else:
         mean, var = _values(norm.running_mean, 0.0, x), _values(norm.running_var, 1.0, x)
     scale = _values(norm.weight, 1.0, x) * (1 / (var + norm.eps).sqrt())
@@ -108,4 +127,4 @@ def _is_norm_act(norm: nn.Module) -> bool:
 
 
 def _is_frozen_batch_norm(module: nn.Module) -> bool:
-    return type(module).__name__ in FROZEN_BATCH_NORMS
+    return type(module).__name__ in FROZEN_BATCH_NORMS and hasattr(module, "eps")

@@ -35,11 +35,12 @@ def average_(
     """
     if is_recomputation():
         return
+    # in the dtype of the average, where a large value may overflow
+    averages = [(running, batch.to(running.dtype)) for running, batch in averages]
     finite = torch.stack([batch.isfinite().all() for _, batch in averages]).all()
     count.add_(finite)
     for running, batch in averages:
         weight = 1 / count.clamp_min(1).to(torch.promote_types(running.dtype, torch.float32))
         if momentum is not None:
             weight = weight.clamp_min(momentum) if debias else torch.full_like(weight, momentum)
-        batch = torch.where(finite, batch.to(running.dtype), running)
-        running.lerp_(batch, weight.to(running.dtype))
+        running.lerp_(torch.where(finite, batch, running), weight.to(running.dtype))
