@@ -60,6 +60,7 @@ def test_first_batch_after_loading_does_not_overwrite():
     fresh(RECORDED["train.x"])
     expected = before + 0.1 * (fresh.bd.running_inv_sqrt - before)
     assert_close("W", layer.bd.running_inv_sqrt, expected, 1e-12)
+    assert layer.ir.num_batches_tracked == layer.bd.num_batches_tracked == 11
 
 
 def test_the_variant_is_part_of_the_state():

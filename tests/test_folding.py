@@ -17,6 +17,7 @@ from cenet import (
     fold_ce,
     insert_ce_,
     load_released_ce_,
+    update_ce_stats,
 )
 from cenet.folding import ConvWeights, FoldedCE2d, fold_conv_weights
 
@@ -139,6 +140,8 @@ def test_folded_network_copies_saves_compiles_and_exports():
     twin = fold_ce(copy.deepcopy(model))
     twin.load_state_dict(folded.state_dict())
     assert torch.equal(twin(x), folded(x))
+    compiled = torch.compile(folded, fullgraph=True, backend="aot_eager")
+    assert_close("compiled", compiled(x), folded(x), 1e-6)
     exported = torch.export.export(folded, (x,)).module()
     assert_close("exported", exported(x), folded(x), 1e-6)
 
@@ -158,8 +161,13 @@ def test_released_variant_folds():
     load_released_ce_(layer, state)
     conv = nn.Conv2d(3, 48, 3)
     model = nn.Sequential(conv, NormCE2d(nn.BatchNorm2d(48), layer)).eval()
+    nn.init.constant_(model[1].norm.weight, 0.05)  # the LayerNorm of the gate hides the rest
     x = torch.randn(4, 3, 4, 4)
-    assert_close("y", fold_ce(model)(x), model(x), 1e-5)
+    folded = fold_ce(model)
+    assert_close("y", folded(x), model(x), 1e-5)
+    layer.ir.released = False
+    with pytest.raises(AssertionError, match="relative error"):
+        assert_close("y", folded(x), model(x), 1e-5)
 
 
 def test_evaluation_form_is_per_sample():
@@ -252,6 +260,68 @@ def test_unknown_topologies_are_refused(make, message):
         fold_ce(make().eval())
 
 
+class ReadOtherwise(Shared):
+    """A read that autograd does not see."""
+
+    def forward(self, x):
+        y = self.conv(x)
+        return self.norm(y).relu() * (y > 0)
+
+
+class WeightElsewhere(Shared):
+    """The weight is used without the convolution."""
+
+    def forward(self, x):
+        return self.norm(self.conv(x)) + nn.functional.conv2d(x, self.conv.weight)
+
+
+@pytest.mark.parametrize("make", [ReadOtherwise, WeightElsewhere])
+def test_what_the_trace_cannot_see_the_comparison_does(make):
+    torch.manual_seed(0)
+    model = make()
+    for _ in range(3):
+        model(torch.randn(4, 3, 8, 8) + 1)
+    with pytest.raises(ValueError, match=f"cannot fold {make.__name__}: its outputs would change"):
+        fold_ce(model.eval())
+
+
+def test_hooks_are_not_lost():
+    for part in ("0", "1", "1.norm", "1.ce"):
+        model = block(nn.Conv2d(3, 48, 3))
+        model.get_submodule(part).register_forward_hook(lambda module, args, output: 2 * output)
+        with pytest.raises(ValueError, match="hook"):
+            fold_ce(model)
+
+
+def test_a_norm_act_of_unknown_kind_is_left_alone():
+    class Tripled(nn.BatchNorm2d):
+        def __init__(self, channels):
+            super().__init__(channels)
+            self.act = nn.ReLU()
+
+        def forward(self, x):
+            return self.act(3 * super().forward(x))
+
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), Tripled(8), *block(nn.Conv2d(8, 48, 3))).eval()
+    folded = fold_ce(model)
+    assert isinstance(folded[1], Tripled)
+    x = torch.randn(4, 3, 9, 9)
+    assert_close("y", folded(x), model(x), 1e-5)
+
+
+@pytest.mark.parametrize("offset", [1e2, 1e4])
+def test_images_far_from_the_running_mean(offset):
+    model = block(nn.Conv2d(3, 48, 1))
+    x = torch.randn(4, 3, 9, 9) + offset
+    exact = copy.deepcopy(model).double()(x.double())
+    assert_close("y", fold_ce(model)(x), exact, 1e-6 * offset + 1e-5)
+
+
+def test_empty_batch():
+    folded = fold_ce(block(nn.Conv2d(3, 48, 3)))
+    assert folded(torch.randn(0, 3, 9, 9)).shape == (0, 48, 7, 7)
+
+
 def test_other_refusals():
     model = block(nn.Conv2d(3, 48, 3))
     with pytest.raises(ValueError, match=r"evaluation mode; call model.eval\(\)"):
@@ -279,6 +349,8 @@ def test_other_refusals():
     assert not any(module.training for module in folded.modules())
     with pytest.raises(ValueError, match="folded already"):
         fold_ce(folded)
+    with pytest.raises(ValueError, match="has no CE layer"):
+        update_ce_stats(folded, [torch.randn(2, 3, 9, 9)])
     with pytest.raises(ValueError, match="fold before compiling"):
         fold_ce(torch.compile(block(nn.Conv2d(3, 48, 3))))
 

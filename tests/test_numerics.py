@@ -77,9 +77,10 @@ def test_decorrelation_never_lowers_the_variance_of_a_channel(seed, c, newton_st
 
 
 @properties
-@given(seeds, channels, st.floats(1e-3, 1e3))
+@given(seeds, channels, st.floats(1e-2, 1e3))
 def test_operator_does_not_depend_on_the_size_of_gamma(seed, c, factor):
     x = feature_map(seed, c)
+    x = x / x.std((0, 2, 3), keepdim=True)  # far above the floor of the ridge
     gamma = torch.rand(c, generator=torch.Generator().manual_seed(seed), dtype=x.dtype) + 0.1
     expected = operator_of(x, scale=gamma)
     assert relative_error(operator_of(x, scale=gamma * factor), expected) < 1e-4
@@ -123,6 +124,7 @@ def test_moments_survive_large_offsets(offset, channels_last):
     x = torch.randn(4, 24, 9, 11, generator=generator) * 0.7 + offset
     if channels_last:
         x = x.contiguous(memory_format=torch.channels_last)
+    assert_close("eval", F.moments(x, None).var, x.double().var((2, 3), correction=0), 2e-6)
     mean, var, cov, pixels = F.moments(x, 16)
     exact = x.double()
     assert pixels == 99

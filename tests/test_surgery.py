@@ -324,9 +324,14 @@ def test_a_network_that_takes_no_image_needs_an_example():
 def test_a_shared_norm_gets_one_ce_under_all_its_names():
     norm = nn.BatchNorm2d(8)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.ReLU(), nn.Conv2d(8, 8, 3), norm, nn.ReLU())
+    expected = copy.deepcopy(model).eval()(images(size=16))
     assert insert_ce_(model) == ["1", "4"]
     assert model[1] is model[4]
+    assert model(images(size=16)).isfinite().all()
     remove_ce_(model)
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    norm.reset_running_stats()
+    assert torch.equal(model.eval()(images(size=16)), expected)
     assert model[1] is norm
     assert model[4] is norm
 
@@ -433,3 +438,66 @@ def test_a_network_that_does_not_run_on_meta_tensors_runs_on_real_ones():
 def test_arguments_of_the_wrong_type_are_named(arguments, message):
     with pytest.raises(TypeError, match=message):
         insert_ce_(create("torchvision/resnet18"), **arguments)
+
+
+class Caching(nn.Module):
+    """Registers its layers under two names and keeps a tensor from its first forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+        self.body = nn.Sequential(self.conv, self.norm, nn.ReLU())
+        self.grid = None
+
+    def forward(self, x):
+        y = self.body(x)
+        if self.grid is None:
+            self.grid = torch.ones_like(y[:1])
+        return y + self.grid
+
+
+def test_looking_at_a_network_leaves_nothing_behind():
+    model = Caching()
+    before = copy.deepcopy(model.state_dict())
+    ce_sites(model)
+    assert model.grid is None
+    state = model.state_dict()
+    assert all(torch.equal(before[key], value) for key, value in state.items())
+    with torch.inference_mode():
+        assert all(site.default for site in ce_sites(model))
+    assert sorted(insert_ce_(model)) == ["body.1", "norm"]
+    assert model(images(size=16)).isfinite().all()
+
+
+def test_remove_after_torch_conversion_keeps_the_activation():
+    from timm.layers import BatchNormAct2d
+
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), BatchNormAct2d(16)).eval()
+    expected = model(images(size=16))
+    insert_ce_(model)
+    model = torch_conversion(model)
+    remove_ce_(model)
+    assert_close("y", model(images(size=16)), expected, 1e-6)
+
+
+def test_fused_norm_with_dropout_alone():
+    from timm.layers import BatchNormAct2d
+
+    norm = BatchNormAct2d(8, apply_act=False, drop_layer=nn.Dropout2d).eval()
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.ReLU())
+    insert_ce_(model, lambda norm, name: True)
+    assert isinstance(model[1].act, nn.Dropout2d)
+    assert not model[1].ce.training
+    remove_ce_(model)
+    assert isinstance(model[1].drop, nn.Dropout2d)
+
+
+def test_stock_checkpoint_loads_into_frozen_batch_norms():
+    from torchvision.models import resnet18
+    from torchvision.ops import FrozenBatchNorm2d
+
+    model = resnet18(norm_layer=FrozenBatchNorm2d)
+    insert_ce_(model)
+    result = model.load_state_dict(resnet18().state_dict(), strict=False)
+    assert not result.unexpected_keys
+    assert all(".ce." in key for key in result.missing_keys)

@@ -61,7 +61,15 @@ class Dataflow:
 
     def residual_branches(self) -> Iterator[set[Node]]:
         """For every sum of two feature maps of one origin, the operations of its longer branch."""
+        # autograd numbers operations in the order of the run: these are inside watched modules
+        inside = [
+            range(call.entry._sequence_nr(), call.output._sequence_nr() + 1)
+            for call in self.calls
+            if call.entry is not None and call.output is not None
+        ]
         for node in list(self.consumers):
+            if any(node._sequence_nr() in numbers for numbers in inside):
+                continue
             parents = [parent for parent, _ in node.next_functions if parent is not None]
             if node.name() != "AddBackward0" or len(parents) != 2 or _rank(node) != 4:
                 continue
@@ -86,7 +94,8 @@ def trace(
     for run in (_run_on_meta, _run):
         for x in inputs:
             try:
-                return run(model, watch, x)
+                with torch.inference_mode(False), torch.enable_grad():
+                    return run(model, watch, x)
             except Exception as error:  # whatever the model raises on an input it does not take
                 failure = failure or error
     raise ValueError(
@@ -131,7 +140,7 @@ def _run(
     original = {memo[id(module)]: module for module in model.modules()}
     flow = Dataflow()
     watched = [module for module in original if watch(original[module])]
-    with torch.inference_mode(False), torch.enable_grad(), _watching(watched, flow):
+    with _watching(watched, flow):
         # an alias, because a leaf is no operation and two branches may fork at the input itself
         x = x.detach().clone().requires_grad_()
         outputs = twin.eval()(x.view_as(x))
