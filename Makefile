@@ -16,10 +16,10 @@ demo: $(READY)  ## train with and without CE on digits and compare (CPU, about t
 	$(BIN)/cenet demo
 
 test: $(READY)  ## the tests CI runs
-	$(BIN)/pytest -n auto -m "not slow and not gpu"
+	$(BIN)/pytest -n auto --dist worksteal -m "not slow and not gpu"
 
 test-all: $(READY)  ## with the long tier
-	$(BIN)/pytest -n auto -m "not gpu"
+	$(BIN)/pytest -n auto --dist worksteal -m "not gpu"
 
 test-gpu: $(READY)  ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu
