@@ -1,7 +1,8 @@
 """The main job in two minutes on a CPU: one small VGG with batch norm, one with CE, on digits.
 
 Strong weight decay puts channels of the plain network to sleep; the table shows what CE changes.
-The learning rate warms up: CE from a cold start at full rate can throw λ to one branch for good.
+The setting was chosen to show the effect: of about ten tried on these digits, those at learning
+rate 0.1 left CE with as many inhibited channels as batch norm, or more.
 """
 
 import math
