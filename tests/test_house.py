@@ -16,7 +16,9 @@ SOURCE = ROOT / "src" / "cenet"
 # a module may import from its own level's earlier names and from lower levels, never upwards
 LEVELS = [
     ("functional",),
-    ("nn.running", "nn.norms", "nn.base", "nn.branches", "nn.equilibrium", "nn.norm_ce", "nn"),
+    ("kernels", "kernels.tiles", "kernels.moments", "kernels.mix", "kernels.gate")
+    + ("kernels.groups", "kernels.running", "kernels.layer", "ops"),
+    ("nn.running", "nn.norms", "nn.fused", "nn.base", "nn.branches", "nn.equilibrium", "nn.norm_ce", "nn"),
     ("dataflow", "surgery", "folding", "checkpoints", "calibration"),
     ("analysis.channels", "analysis", "demo"),
     ("cli",),

@@ -148,7 +148,8 @@ class _Moments(torch.autograd.Function):
         d = 2 / (height * width) * grad_var
         P_mean = P @ _grouped(mean.mean(0), ctx.group_size)[:, :, None]
         c = grad_mean / (height * width) - d * mean - P_mean.flatten()[:channels]
-        return mix(x, P, d, c), None
+        # not through its decorator: dynamo cannot follow a change of autocast inside a backward
+        return mix.__wrapped__(x, P, d, c), None  # type: ignore[attr-defined]
 
 
 @_full_precision

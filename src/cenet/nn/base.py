@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cenet import functional as F
+from cenet.nn import fused
 
 
 def check(condition: bool, message: str) -> None:
@@ -65,13 +66,23 @@ class EquilibriumLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Equilibrate x, the output of a norm: (N, C, H, W) -> (N, C, H, W)."""
         self.check_input(x)
+        return self.equilibrate(x, None, None)
+
+    def equilibrate(self, x: Tensor, act: nn.Module | None, residual: Tensor | None) -> Tensor:
+        """act(CE(x) + residual) for a checked x, in one operator where the kernels can."""
         batch = self.uses_batch(x)
+        if fused.can_fuse(x, None, self.branches()):
+            return fused.run(x, None, self.branches(), act, residual, batch=batch)
         # cast once: the two gradients of x are then added before they are rounded
         values = x.to(F.statistics_dtype(x))
         scale = values.new_ones(self.num_features)
         moments = self.measure(values, batch=batch)
         coefficients = self.coefficients(moments, scale, torch.zeros_like(scale), batch=batch)
-        return F.mix(values, *coefficients).to(x.dtype)
+        return finish(F.mix(values, *coefficients).to(x.dtype), act, residual)
+
+    def branches(self) -> fused.Branches:
+        """The parts of this layer, for the kernels."""
+        raise NotImplementedError
 
     def measure(self, x: Tensor, *, batch: bool, sign: Tensor | None = None) -> F.Moments | None:
         """Take the moments of x that `coefficients` will ask for, or None if it needs none."""
@@ -148,6 +159,12 @@ class EquilibriumLayer(nn.Module):
         self.reset_running_stats()
         if self.blend is not None:
             nn.init.zeros_(self.blend)
+
+
+def finish(y: Tensor, act: nn.Module | None, residual: Tensor | None) -> Tensor:
+    """act(y + residual)."""
+    y = y if residual is None else y + residual
+    return y if act is None else act(y)
 
 
 def ce_layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, EquilibriumLayer]]:

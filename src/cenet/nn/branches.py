@@ -17,6 +17,7 @@ from cenet.nn.base import (
     is_integer,
     is_number,
 )
+from cenet.nn.fused import Branches
 from cenet.nn.running import average_
 
 
@@ -97,6 +98,10 @@ class BatchDecorrelation2d(EquilibriumLayer):
         """See `EquilibriumLayer.coefficients`."""
         inv_sqrt = self.inv_sqrt(moments, scale, batch=batch)
         return F.coefficients(scale, shift, inv_sqrt=inv_sqrt, blend=self.blend)
+
+    def branches(self) -> Branches:
+        """See `EquilibriumLayer.branches`."""
+        return Branches(self, None, None, self.blend)
 
     def check_size(self, x: Tensor) -> None:
         """Raise ValueError unless the covariance has at least two values per channel."""
@@ -214,6 +219,10 @@ class InstanceReweighting2d(EquilibriumLayer):
         """See `EquilibriumLayer.coefficients`."""
         gain = self.gain(moments, scale, batch=batch)
         return F.coefficients(scale, shift, gain=gain, blend=self.blend)
+
+    def branches(self) -> Branches:
+        """See `EquilibriumLayer.branches`."""
+        return Branches(None, self, None, self.blend)
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from cenet import functional as F
 from cenet.nn.base import EquilibriumLayer
 from cenet.nn.branches import BatchDecorrelation2d, InstanceReweighting2d
+from cenet.nn.fused import Branches
 
 
 class ChannelEquilibrium2d(EquilibriumLayer):
@@ -90,6 +91,10 @@ class ChannelEquilibrium2d(EquilibriumLayer):
             lam=self.mix_logit.to(scale.dtype).sigmoid(),
             blend=self.blend,
         )
+
+    def branches(self) -> Branches:
+        """See `EquilibriumLayer.branches`."""
+        return Branches(self.bd, self.ir, self.mix_logit, self.blend)
 
     def check_size(self, x: Tensor) -> None:
         """Raise ValueError unless both branches can take batch statistics of x."""

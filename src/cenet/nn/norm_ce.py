@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from cenet import functional as F
-from cenet.nn.base import EquilibriumLayer
+from cenet.nn import fused
+from cenet.nn.base import EquilibriumLayer, finish
 from cenet.nn.norms import (
     affine,
     inner_activation,
@@ -69,17 +70,26 @@ class NormCE2d(nn.Module):
         if start == "identity":
             ce.blend = nn.Parameter(torch.zeros_like(next(ce.buffers()).sum()))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalize, equilibrate, activate."""
-        self.ce.check_input(x)
-        if is_affine(self.norm) and not is_hooked(self.ce):
-            y = self._as_one_map(x)
-        else:
-            # not every norm takes an empty batch
-            y = self.ce(self.norm(x) if x.numel() > 0 else x)
-        return y if self.act is None else self.act(y)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Normalize, equilibrate, add the residual if there is one, activate.
 
-    def _as_one_map(self, x: Tensor) -> Tensor:
+        On CUDA all of it is one operator (`cenet.ops`) if the norm is a batch norm and the
+        activation is ReLU, LeakyReLU, ELU or none; so a residual block may end in it.
+        """
+        self.ce.check_input(x)
+        if residual is not None and residual.shape != x.shape:
+            raise ValueError(
+                f"residual of shape {tuple(residual.shape)} cannot be added to an output of shape "
+                f"{tuple(x.shape)}; they must be equal"
+            )
+        if is_affine(self.norm) and not is_hooked(self.ce):
+            return self._as_one_map(x, residual)
+        normalized = self.norm(x) if x.numel() > 0 else x  # not every norm takes an empty batch
+        if is_hooked(self.ce):
+            return finish(self.ce(normalized), self.act, residual)
+        return self.ce.equilibrate(normalized, self.act, residual)
+
+    def _as_one_map(self, x: Tensor, residual: Tensor | None) -> Tensor:
         norm, ce = self.norm, self.ce
         ce_batch = ce.uses_batch(x)
         norm_batch = uses_batch_statistics(norm) and x.numel() > 0
@@ -88,6 +98,8 @@ class NormCE2d(nn.Module):
                 "expected more than 1 value per channel when training, "
                 f"got input size {tuple(x.shape)}"
             )
+        if fused.can_fuse(x, norm, ce.branches()):
+            return fused.run(x, norm, ce.branches(), self.act, residual, batch=ce_batch)
         # cast once: the two gradients of x are then added before they are rounded
         values = x.to(F.statistics_dtype(x))
         moments = ce.measure(values, batch=ce_batch, sign=weight_sign(norm, values))
@@ -95,7 +107,7 @@ class NormCE2d(nn.Module):
             moments = F.moments(values, group_size=None)
         scale, shift = affine(norm, values, moments, batch=norm_batch)
         coefficients = ce.coefficients(moments, scale, shift, batch=ce_batch)
-        return F.mix(values, *coefficients).to(x.dtype)
+        return finish(F.mix(values, *coefficients).to(x.dtype), self.act, residual)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any

@@ -1,0 +1,183 @@
+"""Norm → CE → activation from the kernels: which launches make up a forward and a backward pass."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cenet.kernels import mix
+from cenet.kernels.gate import (
+    GateState,
+    GateWeights,
+    gate_backward,
+    gate_forward,
+    gate_weights_backward,
+)
+from cenet.kernels.groups import (
+    ABSENT,
+    BATCH,
+    Mode,
+    Statistics,
+    groups_backward,
+    groups_forward,
+)
+from cenet.kernels.moments import measure
+from cenet.kernels.tiles import is_channels_last
+
+
+class Block(NamedTuple):
+    """Parameters and running statistics. What the mode does not use is None."""
+
+    weight: Tensor | None  # (C,), γ
+    bias: Tensor | None  # (C,), β
+    running_mean: Tensor | None  # (C,)
+    running_var: Tensor | None  # (C,)
+    inv_sqrt: Tensor | None  # (G, K, K)
+    inv_std: Tensor | None  # ()
+    gate: GateWeights | None
+    mix_logit: Tensor | None  # ()
+    blend: Tensor | None  # ()
+
+
+class Settings(NamedTuple):
+    """The block's constants."""
+
+    mode: Mode
+    group_size: int
+    steps: int
+    pool: int
+    norm_eps: float
+    eps: float
+    act: str
+    slope: float
+
+
+class Saved(NamedTuple):
+    """What backward needs besides x (and y, if there was a residual)."""
+
+    found: Statistics
+    gate: GateState | None
+
+
+class Gradients(NamedTuple):
+    """Gradients of everything that may have one."""
+
+    x: Tensor
+    residual: Tensor | None
+    weight: Tensor
+    bias: Tensor
+    gate: GateWeights | None
+    mix_logit: Tensor | None
+    blend: Tensor | None
+
+
+def forward(
+    x: Tensor, residual: Tensor | None, block: Block, settings: Settings
+) -> tuple[Tensor, Saved]:
+    """y = act(CE(norm(x)) [+ residual]), in the dtype and layout of x."""
+    x = dense(x)
+    mode = settings.mode
+    parts = None
+    if BATCH in mode or mode.ir != ABSENT:
+        gram = mode.bd == BATCH
+        parts = measure(x, settings.group_size, gram=gram, pool=settings.pool, weight=block.weight)
+    found, s_parts = groups_forward(
+        parts,
+        x.shape,
+        settings.group_size,
+        mode,
+        weight=block.weight,
+        bias=block.bias,
+        running_mean=block.running_mean,
+        running_var=block.running_var,
+        inv_sqrt=block.inv_sqrt,
+        mix_logit=block.mix_logit,
+        blend=block.blend,
+        norm_eps=settings.norm_eps,
+        steps=settings.steps,
+        pool=settings.pool,
+        device=x.device,
+    )
+    gate = None
+    if mode.ir != ABSENT:
+        gate = gate_forward(
+            found.instances[1],
+            found.values[7],
+            block.gate,
+            s_parts if mode.ir == BATCH else None,
+            block.inv_std,
+            block.mix_logit,
+            block.blend,
+            settings.eps,
+        )
+    saved = Saved(found, gate)
+    mapping = _map(saved, block, settings, x.shape)
+    return mix.forward(x, mapping, None if residual is None else like(residual, x)), saved
+
+
+def backward(
+    grad: Tensor,
+    x: Tensor,
+    y: Tensor | None,
+    block: Block,
+    settings: Settings,
+    saved: Saved,
+) -> Gradients:
+    """Gradients, from that of y. `y` is given if there was a residual and an activation."""
+    x = dense(x)
+    grad = like(grad, x)
+    mode, found, gate = settings.mode, saved.found, saved.gate
+    mapping = _map(saved, block, settings, x.shape)
+    sums = mix.reduce(x, grad, mapping, y)
+    gate_grad = None
+    scalars = {"mix_logit": block.mix_logit, "blend": block.blend}
+    if gate is not None:
+        gate_grad = gate_backward(
+            sums.d, sums.c, sums.splits, found.instances[1], mapping.gamma, mapping.beta, found.values[7],
+            block.gate, gate, **scalars,
+        )  # fmt: skip
+    groups = groups_backward(
+        sums,
+        x.shape,
+        mapping,
+        mode,
+        found,
+        gate,
+        gate_grad,
+        **scalars,
+        steps=settings.steps,
+        pool=settings.pool,
+        half=x.dtype == torch.float16,
+    )
+    grad = grad if sums.masked is None else sums.masked
+    masked = sums.masked is not None
+    dx = mix.backward(x, grad, mapping, groups.through, pool=settings.pool, masked=masked)
+    weights = grad_mix_logit = grad_blend = None
+    if gate is not None:
+        weights, grad_mix_logit, grad_blend = gate_weights_backward(
+            gate_grad, groups.scalars, found.instances[1], found.values[7], block.gate, gate,
+            **scalars,
+        )  # fmt: skip
+    elif block.blend is not None:
+        through_W, through_w = groups.scalars.sum(0)
+        grad_blend = (through_W - through_w).to(block.blend.dtype)
+    return Gradients(dx, grad, groups.gamma, groups.beta, weights, grad_mix_logit, grad_blend)
+
+
+def dense(x: Tensor) -> Tensor:
+    """x without gaps: channels last if it is, else contiguous."""
+    return x if is_channels_last(x) else x.contiguous()
+
+
+def like(tensor: Tensor, x: Tensor) -> Tensor:
+    """`tensor` in the dtype and layout of x."""
+    layout = torch.channels_last if is_channels_last(x) else torch.contiguous_format
+    return tensor.to(x.dtype).contiguous(memory_format=layout)
+
+
+def _map(saved: Saved, block: Block, settings: Settings, shape: torch.Size) -> mix.Map:
+    w = None if saved.gate is None else saved.gate.gates[1]
+    if w is None and block.blend is not None:
+        w = (1 - block.blend.float()).expand(shape[:2]).contiguous()
+    P = None if settings.mode.bd == ABSENT else saved.found.matrices[1]
+    return mix.Map(*saved.found.values[:5], P, w, settings.group_size, settings.act, settings.slope)

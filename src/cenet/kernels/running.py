@@ -1,0 +1,116 @@
+"""Running averages of one training step in one launch: a program for each of norm, BD and IR.
+
+The rule is that of `nn.running.average_`: a non-finite batch changes nothing and is not counted.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _is_finite(ptr, size, positive, BLOCK: tl.constexpr):
+    """1 if every value is finite (and positive, if asked), else 0."""
+    bad = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, size, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        value = tl.load(ptr + i, mask=i < size, other=1.0)
+        fine = (tl.abs(value) < float("inf")) & ((value > 0) | (not positive))
+        bad += tl.where(fine, 0, 1)
+    return tl.where(tl.sum(bad) == 0, 1, 0)
+
+
+@triton.jit
+def _move(running_ptr, batch_ptr, size, factor, weight, finite, BLOCK: tl.constexpr):
+    for start in range(0, size, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        mask = (i < size) & (finite == 1)
+        running = tl.load(running_ptr + i, mask=mask, other=0.0).to(tl.float32)
+        batch = tl.load(batch_ptr + i, mask=mask, other=0.0) * factor
+        moved = running + weight * (batch - running)
+        tl.store(running_ptr + i, moved.to(running_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _weight(count_ptr, finite, momentum, DEBIAS: tl.constexpr):
+    """Count this batch, and say how much it weighs. A negative momentum weighs all alike."""
+    weight = momentum
+    if count_ptr is not None:
+        count = tl.load(count_ptr) + finite
+        tl.debug_barrier()
+        tl.store(count_ptr, count)
+        alike = 1 / tl.maximum(count, 1).to(tl.float32)
+        weight = tl.where(momentum < 0, alike, momentum)
+        if DEBIAS:
+            weight = tl.maximum(weight, alike)
+    return weight
+
+
+@triton.jit
+def _average_kernel(
+    mean_ptr,  # (C,), or None
+    var_ptr,  # (C,)
+    batch_mean_ptr,  # (C,)
+    batch_var_ptr,  # (C,)
+    norm_count_ptr,  # (), or None
+    inv_sqrt_ptr,  # (G, K, K), or None
+    batch_inv_sqrt_ptr,  # (G, K, K)
+    bd_count_ptr,  # ()
+    inv_std_ptr,  # (), or None
+    batch_inv_std_ptr,  # ()
+    ir_count_ptr,  # ()
+    channels,
+    entries,
+    correction,
+    norm_momentum,
+    bd_momentum,
+    ir_momentum,
+    BLOCK: tl.constexpr,
+):
+    which = tl.program_id(0)
+    if mean_ptr is not None:
+        if which == 0:
+            finite = _is_finite(batch_mean_ptr, channels, False, BLOCK)
+            finite *= _is_finite(batch_var_ptr, channels, False, BLOCK)
+            weight = _weight(norm_count_ptr, finite, norm_momentum, False)
+            _move(mean_ptr, batch_mean_ptr, channels, 1.0, weight, finite, BLOCK)
+            _move(var_ptr, batch_var_ptr, channels, correction, weight, finite, BLOCK)
+    if inv_sqrt_ptr is not None:
+        if which == 1:
+            finite = _is_finite(batch_inv_sqrt_ptr, entries, False, BLOCK)
+            weight = _weight(bd_count_ptr, finite, bd_momentum, True)
+            _move(inv_sqrt_ptr, batch_inv_sqrt_ptr, entries, 1.0, weight, finite, BLOCK)
+    if inv_std_ptr is not None:
+        if which == 2:
+            # an overflowing s has the finite inverse root 0, which must not pass for a statistic
+            finite = _is_finite(batch_inv_std_ptr, 1, True, BLOCK)
+            weight = _weight(ir_count_ptr, finite, ir_momentum, True)
+            _move(inv_std_ptr, batch_inv_std_ptr, 1, 1.0, weight, finite, BLOCK)
+
+
+def average_(
+    norm: tuple[Tensor, Tensor, Tensor | None] | None,
+    inv_sqrt: tuple[Tensor, Tensor] | None,
+    inv_std: tuple[Tensor, Tensor] | None,
+    values: Tensor,
+    batch_inv_sqrt: Tensor,
+    batch_inv_std: Tensor,
+    correction: float,
+    momenta: tuple[float, float, float],
+) -> None:
+    """Move the running values towards those of this batch.
+
+    Args:
+        norm: running mean and variance of the norm, and its count or None.
+        inv_sqrt, inv_std: running value and count of the two branches.
+        values: as in `groups.Statistics`.
+        batch_inv_sqrt, batch_inv_std: values of this batch.
+        correction: from the biased variance to the one that is kept.
+        momenta: of norm, BD and IR; negative to weigh all batches alike.
+    """
+    _average_kernel[(3,)](
+        *(norm or (None, None))[:2], values[0], values[5], norm and norm[2],
+        inv_sqrt and inv_sqrt[0], batch_inv_sqrt, inv_sqrt and inv_sqrt[1],
+        inv_std and inv_std[0], batch_inv_std, inv_std and inv_std[1],
+        values.shape[1], batch_inv_sqrt.numel(), correction, *momenta, BLOCK=2048, num_warps=8,
+    )  # fmt: skip

@@ -1,0 +1,219 @@
+"""How a kernel walks over x: tiles of pixels × channels, and what every kernel does with a tile."""
+
+import os
+from math import gcd
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# the interpreter has no arithmetic in bfloat16: there, operands are widened after rounding
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+ACTIVATIONS = {"none": 0, "relu": 1, "leaky_relu": 2, "elu": 3}
+NONE = tl.constexpr(0)
+RELU = tl.constexpr(1)
+LEAKY_RELU = tl.constexpr(2)
+
+
+class Walk(NamedTuple):
+    """How one launch cuts x up. A program takes a sample, or one of its `splits`, for one block of
+    channels: whole groups, as many as fit."""
+
+    pixels: int  # of a tile
+    channels: int  # of a tile
+    splits: int
+    warps: int
+    stages: int
+
+    def rows(self, n: int) -> int:
+        """Programs per block of channels."""
+        return n * self.splits
+
+    def split_pixels(self, pixels: int) -> int:
+        """Pixels of every split but the last."""
+        tiles = -(-pixels // self.pixels)
+        return -(-tiles // self.splits) * self.pixels
+
+    def blocks(self, channels: int, group_size: int) -> int:
+        """Blocks of channels."""
+        return -(-channels // (self.channels // group_size * group_size))
+
+    def is_full(self, pixels: int, channels: int, group_size: int) -> bool:
+        """Whether every tile is full."""
+        return not (pixels % self.pixels or channels % self.channels or self.channels % group_size)
+
+
+def walk(
+    n: int, pixels: int, channels: int, group_size: int, programs: int, tile: tuple[int, int, int]
+) -> Walk:
+    """Cut x into about `programs` programs with tiles of (pixels, channels) and that many warps."""
+    tile_pixels, tile_channels, warps = tile
+    tile_channels = max(tile_channels, power_of_2(group_size))
+    tile_pixels = min(tile_pixels, power_of_2(pixels))
+    blocks = -(-channels // (tile_channels // group_size * group_size))
+    rows = max(1, programs // blocks)
+    tiles = -(-pixels // tile_pixels)
+    splits = min(tiles, max(1, rows // n))
+    splits = -(-tiles // -(-tiles // splits))  # no split is empty
+    return Walk(tile_pixels, tile_channels, splits, warps, 3)
+
+
+def power_of_2(value: int, least: int = 16) -> int:
+    """The next power of two; a dot wants at least 16."""
+    return max(least, 1 << (value - 1).bit_length())
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """Whether x is stored with its channels next to each other."""
+    return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+
+
+def alignment(x: Tensor) -> int:
+    """A power of two that divides the stride between rows of a tile of x, 16 at most."""
+    return gcd(16, x.shape[1] if is_channels_last(x) else x.shape[2] * x.shape[3])
+
+
+@triton.jit
+def block_channels(block, C, K: tl.constexpr, BC: tl.constexpr):
+    """Channels of a block, and which of its BC places hold one."""
+    width: tl.constexpr = BC // K * K
+    place = tl.arange(0, BC)
+    channel = block * width + place
+    return channel, (place < width) & (channel < C)
+
+
+@triton.jit
+def tile_offsets(
+    begin, channel, C, L, ALIGN: tl.constexpr, BL: tl.constexpr, CHANNELS_LAST: tl.constexpr
+):
+    """Offsets (BL, BC) into a sample of the pixels from `begin`."""
+    pixel = tl.arange(0, BL)
+    if CHANNELS_LAST:
+        stride = C // ALIGN * ALIGN
+        return tl.cast(begin, tl.int64) * stride + (pixel[:, None] * stride + channel[None, :])
+    else:
+        stride = tl.cast(L // ALIGN * ALIGN, tl.int64)
+        return begin + pixel[:, None] + channel[None, :] * stride
+
+
+@triton.jit
+def load_tile(ptr, offsets, inside, FULL: tl.constexpr):
+    """A tile in its own dtype, zero outside; FULL tiles have no outside."""
+    if FULL:
+        return tl.load(ptr + offsets)
+    else:
+        return tl.load(ptr + offsets, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_tile(ptr, offsets, values, inside, FULL: tl.constexpr):
+    """Write the part of a tile that is inside."""
+    if FULL:
+        tl.store(ptr + offsets, values.to(ptr.dtype.element_ty))
+    else:
+        tl.store(ptr + offsets, values.to(ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def standardize(x, center, rstd):
+    """x̂ = (x − center) · rstd for the rows of a tile.
+
+    In half precision as one multiply-add: what cancels there is less than the rounding of x.
+    """
+    if x.dtype == tl.float32:
+        return (x - center[None, :]) * rstd[None, :]
+    else:
+        return x.to(tl.float32) * rstd[None, :] - (center * rstd)[None, :]
+
+
+@triton.jit
+def matrix_offsets(row, column, K: tl.constexpr):
+    """Offsets into (G, K, K) of the entries that join channel `row` and channel `column`."""
+    return (row // K) * K * K + (row % K) * K + column % K
+
+
+@triton.jit
+def same_group(row, column, valid, K: tl.constexpr):
+    """Which pairs of channels of a block share a group."""
+    return (row // K == column // K) & valid[:, None] & valid[None, :]
+
+
+@triton.jit
+def diagonal(values, BC: tl.constexpr):
+    """Diag(values), (BC, BC)."""
+    place = tl.arange(0, BC)
+    return tl.where(place[:, None] == place[None, :], values[None, :], 0.0)
+
+
+@triton.jit
+def diagonal_of(matrix):
+    """The matrix with zeros off its diagonal."""
+    place = tl.arange(0, matrix.shape[0])
+    return tl.where(place[:, None] == place[None, :], matrix, 0.0)
+
+
+@triton.jit
+def first_row(matrix):
+    """The first row of a matrix."""
+    place = tl.arange(0, matrix.shape[0])
+    return tl.sum(tl.where((place == 0)[:, None], matrix, 0.0), 0)
+
+
+@triton.jit
+def dot(a, b, c=None):
+    """a · b [+ c] in float32; float32 operands are multiplied in three tf32 parts."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), c)
+    else:
+        return tl.dot(a, b, c, input_precision="tf32x3")
+
+
+@triton.jit
+def small_dot(a, b):
+    """a · b of float32 matrices; those of 16 channels are too small for tensor cores to pay."""
+    if a.shape[0] <= 16:
+        return tl.dot(a, b, input_precision="ieee")
+    else:
+        return dot(a, b)
+
+
+@triton.jit
+def activate(y, slope, ACT: tl.constexpr):
+    """The activation. `slope` is the LeakyReLU's, or the ELU's α."""
+    if ACT == NONE:
+        return y
+    elif ACT == RELU:
+        return tl.maximum(y, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    elif ACT == LEAKY_RELU:
+        return tl.where(y > 0, y, slope * y)
+    else:
+        return tl.where(y > 0, y, slope * (tl.exp(tl.minimum(y, 0.0)) - 1))
+
+
+@triton.jit
+def activation_gradient(grad, before, slope, ACT: tl.constexpr):
+    """grad ⊙ act'(before), before the value the activation was applied to."""
+    if ACT == NONE:
+        return grad
+    elif ACT == RELU:
+        return tl.where(before > 0, grad, 0.0)
+    elif ACT == LEAKY_RELU:
+        return tl.where(before > 0, grad, slope * grad)
+    else:
+        return tl.where(before > 0, grad, grad * slope * tl.exp(tl.minimum(before, 0.0)))
+
+
+@triton.jit
+def activation_gradient_from_output(grad, after, slope, ACT: tl.constexpr):
+    """grad ⊙ act', told by the value the activation returned (its slope is positive)."""
+    if ACT == NONE:
+        return grad
+    elif ACT == RELU:
+        return tl.where(after > 0, grad, 0.0)
+    elif ACT == LEAKY_RELU:
+        return tl.where(after > 0, grad, slope * grad)
+    else:
+        return tl.where(after > 0, grad, grad * (after + slope))

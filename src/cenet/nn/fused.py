@@ -1,0 +1,125 @@
+"""From a layer's modules to the one operator of `ops` that runs norm, CE and activation."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cenet import ops
+from cenet.nn.norms import is_hooked, uses_batch_statistics
+from cenet.nn.running import is_recomputation
+
+
+class Branches(NamedTuple):
+    """What a CE layer is made of."""
+
+    bd: Any  # BatchDecorrelation2d, or None
+    ir: Any  # InstanceReweighting2d, or None
+    mix_logit: Tensor | None
+    blend: Tensor | None
+
+
+def fused_activation(act: nn.Module) -> tuple[str, float] | None:
+    """Name and slope of an activation that the kernels have, or None."""
+    if type(act) is nn.ReLU:
+        return "relu", 0.0
+    if type(act) is nn.LeakyReLU and act.negative_slope > 0:
+        return "leaky_relu", float(act.negative_slope)
+    if type(act) is nn.ELU and act.alpha > 0:
+        return "elu", float(act.alpha)
+    return None
+
+
+def can_fuse(x: Tensor, norm: Any, branches: Branches) -> bool:
+    """Whether `run` can do this: RuntimeError if it must, by the chosen backend, and cannot."""
+    bd, ir = branches.bd, branches.ir
+    if ir is not None and ir.released:
+        return False
+    tensors = [*_affine(norm), branches.mix_logit, branches.blend, *(ir.gate if ir else ())]
+    return ops.use_kernels(x, tensors, 1 if bd is None else bd.group_size)
+
+
+def run(
+    x: Tensor,
+    norm: Any,
+    branches: Branches,
+    act: nn.Module | None,
+    residual: Tensor | None,
+    *,
+    batch: bool,
+) -> Tensor:
+    """act(CE(norm(x)) + residual) by the kernels; running statistics move as in the plain layers.
+
+    Args:
+        x: input of `norm`, or its output if that is None.
+        norm: a batch norm.
+        branches: of the CE layer.
+        act, residual: what follows.
+        batch: CE takes the statistics of this batch.
+    """
+    bd, ir = branches.bd, branches.ir
+    norm_batch = norm is not None and uses_batch_statistics(norm)
+    source = ops.BATCH if batch else ops.RUNNING
+    mode = (
+        ops.ABSENT if norm is None else ops.BATCH if norm_batch else ops.RUNNING,
+        ops.ABSENT if bd is None else source,
+        ops.ABSENT if ir is None else source,
+    )
+    inside = None if act is None or is_hooked(act) else fused_activation(act)
+    name, slope = inside or ("none", 0.0)
+    fixed_norm = norm is not None and not norm_batch
+    y, values, _, matrices, _, _, _, inv_std = ops.norm_ce(
+        x,
+        residual,
+        *_affine(norm),
+        norm.running_mean if fixed_norm else None,
+        norm.running_var if fixed_norm else None,
+        None if bd is None or batch else bd.running_inv_sqrt,
+        None if ir is None or batch else ir.running_inv_std,
+        *((None,) * 4 if ir is None else ir.gate),
+        branches.mix_logit,
+        branches.blend,
+        mode,
+        16 if bd is None else bd.group_size,
+        1 if bd is None else bd.newton_steps,
+        1 if bd is None else bd.pool,
+        0.0 if norm is None else norm.eps,
+        0.0 if ir is None else ir.eps,
+        name,
+        slope,
+    )
+    tracked = norm if norm_batch and norm.training and norm.running_mean is not None else None
+    if (tracked is not None or batch) and not is_recomputation():
+        _average_(
+            x, tracked, bd if batch else None, ir if batch else None, values, matrices, inv_std
+        )
+    return y if inside or act is None else act(y)
+
+
+@torch.no_grad()
+def _average_(
+    x: Tensor, norm: Any, bd: Any, ir: Any, values: Tensor, matrices: Tensor, inv_std: Tensor
+) -> None:
+    count = x.shape[0] * x.shape[2] * x.shape[3]
+    seen = None
+    if norm is not None:
+        seen = norm.num_batches_tracked
+        seen = torch.zeros((), dtype=torch.long, device=x.device) if seen is None else seen
+    ops.average_(
+        None if norm is None else norm.running_mean,
+        None if norm is None else norm.running_var,
+        seen,
+        None if bd is None else bd.running_inv_sqrt,
+        None if bd is None else bd.num_batches_tracked,
+        None if ir is None else ir.running_inv_std,
+        None if ir is None else ir.num_batches_tracked,
+        values,
+        matrices,
+        inv_std,
+        count / max(count - 1, 1),
+        [-1.0 if m is None or m.momentum is None else m.momentum for m in (norm, bd, ir)],
+    )
+
+
+def _affine(norm: Any) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if norm is None else (norm.weight, norm.bias)
