@@ -19,7 +19,8 @@ from cenet import (
     load_released_ce_,
     update_ce_stats,
 )
-from cenet.folding import ConvWeights, FoldedCE2d, fold_conv_weights
+from cenet.folded import Finish, FoldedCE2d
+from cenet.folding import ConvWeights, fold_conv_weights
 
 LAYERS = [ChannelEquilibrium2d, BatchDecorrelation2d, InstanceReweighting2d]
 
@@ -102,7 +103,7 @@ def test_every_kind_of_convolution(layer, start, groups, channels, group_size, m
     assert_close("y", folded(x), model(x), 1e-5)
     assert not norms(folded)
     if layer is BatchDecorrelation2d:
-        assert isinstance(folded[1], nn.ReLU if merged else FoldedCE2d)
+        assert isinstance(folded[1], Finish if merged else FoldedCE2d)
         assert folded[0].groups == (merged or groups)
     else:
         assert folded[0].bias is None

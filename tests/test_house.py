@@ -16,10 +16,21 @@ SOURCE = ROOT / "src" / "cenet"
 # a module may import from its own level's earlier names and from lower levels, never upwards
 LEVELS = [
     ("functional",),
-    ("kernels", "kernels.tiles", "kernels.moments", "kernels.mix", "kernels.gate")
-    + ("kernels.groups", "kernels.running", "kernels.layer", "ops"),
-    ("nn.running", "nn.norms", "nn.fused", "nn.base", "nn.branches", "nn.equilibrium", "nn.norm_ce", "nn"),
-    ("dataflow", "surgery", "folding", "checkpoints", "calibration"),
+    ("kernels", "kernels.launch", "kernels.tiles", "kernels.pooling", "kernels.moments")
+    + ("kernels.mix", "kernels.mix_backward", "kernels.gate", "kernels.gate_backward")
+    + ("kernels.newton", "kernels.groups", "kernels.groups_backward", "kernels.running")
+    + ("kernels.layer", "ops"),
+    (
+        "nn.running",
+        "nn.norms",
+        "nn.fused",
+        "nn.base",
+        "nn.branches",
+        "nn.equilibrium",
+        "nn.norm_ce",
+        "nn",
+    ),
+    ("dataflow", "surgery", "folded", "folding", "checkpoints", "calibration"),
     ("analysis.channels", "analysis", "demo"),
     ("cli",),
 ]

@@ -1,22 +1,28 @@
-"""`torch.library` operators around the kernels, and the choice between them and plain PyTorch.
+"""`torch.library` operators around the kernels, and their gradients, fakes and FLOP counts.
 
     cenet::norm_ce             norm → CE → activation, with its statistics
     cenet::norm_ce_backward    its gradients
     cenet::average_            the running averages of a training step, in place
+    cenet::folded_ce           CE in deployment, without gradients
 
-The operators take CUDA tensors. Everything else (CPU, float64, export, more derivatives than one) is the
-business of `functional`.
+The operators take CUDA tensors. Everything else (CPU, float64, export, second derivatives) is the
+business of `functional`; `backend` chooses.
+
+Arguments of norm_ce: x (N, C, H, W); the residual added before the activation; γ and β of the norm;
+statistics, where `mode` says RUNNING; the gate; λ's logit and α; for norm, decorrelation and
+reweighting ABSENT, BATCH or RUNNING; constants of the block; an activation of `ACTIVATIONS` with
+LeakyReLU's slope or ELU's α. `kernels.groups` and `kernels.gate` say what the results are.
 """
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from cenet import functional as F
 
@@ -67,6 +73,8 @@ def use_kernels(x: Tensor, tensors: Sequence[Tensor | None], group_size: int) ->
     reason = _why_not(x, tensors, group_size)
     if _backend == "triton" and reason:
         raise RuntimeError(f'backend "triton" was asked for, but {reason}; use backend "auto"')
+    if reason is None and not torch.compiler.is_compiling():
+        _register_flop_formulas()
     return reason is None
 
 
@@ -91,54 +99,77 @@ def _why_not(x: Tensor, tensors: Sequence[Tensor | None], group_size: int) -> st
     return None
 
 
-@torch.library.custom_op("cenet::norm_ce", mutates_args=(), device_types="cuda")
-def norm_ce(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    inv_sqrt: Tensor | None,
-    inv_std: Tensor | None,
-    w1: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    w2: Tensor | None,
-    mix_logit: Tensor | None,
-    blend: Tensor | None,
-    mode: Sequence[int],
-    group_size: int,
-    steps: int,
-    pool: int,
-    norm_eps: float,
-    eps: float,
-    act: str,
-    slope: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y = act(CE(norm(x)) + residual), and what `norm_ce_backward` needs.
+_library: Any = torch.library.Library("cenet", "DEF")  # type: ignore[no-untyped-call]
+_CONSTANTS = (
+    "int[] mode, int group_size, int steps, int pool, float norm_eps, float eps, str act, "
+    "float slope"
+)
+_GATE = (
+    "Tensor? w1, Tensor? norm_weight, Tensor? norm_bias, Tensor? w2, Tensor? mix_logit, "
+    "Tensor? blend"
+)
+_library.define(
+    "norm_ce(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? running_mean, "
+    f"Tensor? running_var, Tensor? inv_sqrt, Tensor? inv_std, {_GATE}, {_CONSTANTS}) -> "
+    "(Tensor y, Tensor values, Tensor instances, Tensor matrices, Tensor iterates, Tensor hidden, "
+    "Tensor gates, Tensor batch_inv_std)"
+)
+_library.define(
+    f"norm_ce_backward(Tensor grad, Tensor? y, Tensor x, Tensor? weight, Tensor? bias, {_GATE}, "
+    "Tensor values, Tensor instances, Tensor matrices, Tensor iterates, Tensor hidden, "
+    f"Tensor gates, Tensor inv_std, {_CONSTANTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, "
+    "Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+_library.define(
+    "average_(Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? norm_count, "
+    "Tensor(d!)? inv_sqrt, Tensor(e!)? bd_count, Tensor(f!)? inv_std, Tensor(g!)? ir_count, "
+    "Tensor values, Tensor batch_inv_sqrt, Tensor batch_inv_std, float correction, "
+    "float[] momenta) -> ()"
+)
+_library.define(
+    "folded_ce(Tensor x, Tensor? residual, Tensor values, Tensor? matrix, Tensor w1, "
+    "Tensor norm_weight, Tensor norm_bias, Tensor w2, Tensor inv_std, Tensor share, Tensor offset, "
+    "str act, float slope) -> Tensor"
+)
+norm_ce = torch.ops.cenet.norm_ce.default
+norm_ce_backward = torch.ops.cenet.norm_ce_backward.default
+average_ = torch.ops.cenet.average_.default
+folded_ce = torch.ops.cenet.folded_ce.default
 
-    Args:
-        x: (N, C, H, W).
-        residual: added before the activation.
-        weight, bias: γ and β of the norm.
-        running_mean, running_var, inv_sqrt, inv_std: statistics, where `mode` says RUNNING.
-        w1, norm_weight, norm_bias, w2: the gate.
-        mix_logit, blend: λ = sigmoid(mix_logit), and α.
-        mode: ABSENT, BATCH or RUNNING for norm, decorrelation and reweighting.
-        group_size, steps, pool, norm_eps, eps: constants of the block.
-        act, slope: one of `ACTIVATIONS`, and LeakyReLU's slope or ELU's α.
-    """
+TENSORS = 14  # among the arguments of norm_ce
+GATE = 6  # gate, λ and α, the last of them
+
+
+def _norm_ce(x: Tensor, residual: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
     from cenet.kernels import layer
 
-    block, settings = _block_and_settings(
-        weight, bias, running_mean, running_var, inv_sqrt, inv_std, w1, norm_weight, norm_bias, w2,
-        mix_logit, blend, mode, group_size, steps, pool, norm_eps, eps, act, slope,
-    )  # fmt: skip
-    y, saved = layer.forward(x, residual, block, settings)
+    with _device_of(x):
+        y, saved = layer.forward(x, residual, *_block_and_settings(*args))
     empty = x.new_empty(0, dtype=torch.float32)
     gate = saved.gate or (empty, empty.clone(), empty.clone())
     return y, *saved.found, *gate
+
+
+def _norm_ce_backward(
+    grad: Tensor, y: Tensor | None, x: Tensor, weight: Any, bias: Any, *args: Any
+) -> tuple[Tensor, ...]:
+    from cenet.kernels import layer
+    from cenet.kernels.gate import GateState
+    from cenet.kernels.groups import Statistics
+
+    gate, saved, constants = args[:GATE], args[GATE : GATE + 7], args[GATE + 7 :]
+    running = (None,) * 4
+    block, settings = _block_and_settings(weight, bias, *running, *gate, *constants)
+    state = None if gate[0] is None else GateState(*saved[4:])
+    with _device_of(x):
+        grads = layer.backward(
+            grad, x, y, block, settings, layer.Saved(Statistics(*saved[:4]), state)
+        )
+    flat = (
+        grads.x, grads.residual if y is not None else None, grads.weight, grads.bias,
+        *(grads.gate or (None,) * 4), grads.mix_logit, grads.blend,
+    )  # fmt: skip
+    return tuple(x.new_empty(0) if value is None else value for value in flat)
 
 
 def _block_and_settings(*args: Any) -> tuple[Any, Any]:
@@ -146,20 +177,49 @@ def _block_and_settings(*args: Any) -> tuple[Any, Any]:
     from cenet.kernels.gate import GateWeights
     from cenet.kernels.groups import Mode
 
-    tensors, gate, (mix_logit, blend), (mode, *constants) = (
-        args[:6],
-        args[6:10],
-        args[10:12],
-        args[12:],
-    )
-    weights = None if gate[0] is None else GateWeights(*(w.contiguous() for w in gate))
-    block = layer.Block(*tensors, weights, mix_logit, blend)
+    *tensors, w1, norm_weight, norm_bias, w2, mix_logit, blend = args[: TENSORS - 2]
+    mode, *constants = args[TENSORS - 2 :]
+    gate = None
+    if w1 is not None:
+        gate = GateWeights(w1.contiguous(), norm_weight, norm_bias, w2.contiguous())
+    block = layer.Block(*(*tensors, gate, mix_logit, blend))
     return block, layer.Settings(Mode(*mode), *constants)
 
 
-@norm_ce.register_fake
-def _(x, residual, weight, bias, running_mean, running_var, inv_sqrt, inv_std, w1, *args):  # type: ignore[no-untyped-def]
-    (bd, ir), group_size, steps = args[5][1:], args[6], args[7]
+def _average_(*args: Any) -> None:
+    from cenet.kernels import running
+
+    norm, bd, ir, (values, *rest) = args[:3], args[3:5], args[5:7], args[7:]
+    with _device_of(values):
+        running.average_(norm, bd, ir, values, *rest)
+    torch.autograd.graph.increment_version([tensor for tensor in args[:7] if tensor is not None])
+
+
+def _folded_ce(
+    x: Tensor, residual: Tensor | None, values: Tensor, matrix: Tensor | None, *args: Any
+) -> Tensor:
+    from cenet.kernels import layer
+    from cenet.kernels.gate import GateWeights
+
+    gate = GateWeights(*(weight.contiguous() for weight in args[:4]))
+    with _device_of(x):
+        act = (args[7], args[8])
+        inv_std, share, offset = args[4:7]
+        return layer.folded(x, residual, values, matrix, gate, inv_std, share, offset, act)
+
+
+def _device_of(x: Tensor) -> AbstractContextManager[Any]:
+    """Launches go to the current device."""
+    if x.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(x.device)
+
+
+def _fake_norm_ce(
+    x: Tensor, residual: Any, weight: Any, bias: Any, mean: Any, var: Any, inv_sqrt: Any,
+    inv_std: Any, w1: Any, *args: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    (_, bd, ir), group_size, steps = args[5], args[6], args[7]
     n, channels = x.shape[:2]
     groups = F.num_groups(channels, group_size)
     matrix = (groups, group_size, group_size)
@@ -179,165 +239,110 @@ def _(x, residual, weight, bias, running_mean, running_var, inv_sqrt, inv_std, w
     )
 
 
-def _dense_like(x: Tensor) -> Tensor:
+def _fake_norm_ce_backward(
+    grad: Tensor, y: Tensor | None, x: Tensor, weight: Any, bias: Any, *args: Any
+) -> tuple[Tensor, ...]:
+    vector = x.new_empty(x.shape[1], dtype=torch.float32)
+    given = [None if tensor is None else torch.empty_like(tensor) for tensor in args[:GATE]]
+    flat = [_dense_like(x), None if y is None else _dense_like(x), vector, vector.clone(), *given]
+    return tuple(x.new_empty(0) if value is None else value for value in flat)
+
+
+def _dense_like(x: Tensor, *args: Any) -> Tensor:
     last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
     layout = torch.channels_last if last else torch.contiguous_format
     return torch.empty_like(x, memory_format=layout)
 
 
-@torch.library.custom_op("cenet::norm_ce_backward", mutates_args=(), device_types="cuda")
-def norm_ce_backward(
-    grad: Tensor,
-    y: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    w1: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    w2: Tensor | None,
-    mix_logit: Tensor | None,
-    blend: Tensor | None,
-    values: Tensor,
-    instances: Tensor,
-    matrices: Tensor,
-    iterates: Tensor,
-    hidden: Tensor,
-    gates: Tensor,
-    inv_std: Tensor,
-    mode: Sequence[int],
-    group_size: int,
-    steps: int,
-    pool: int,
-    norm_eps: float,
-    eps: float,
-    act: str,
-    slope: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, residual, weight, bias, w1, norm_weight, norm_bias, w2, mix_logit and blend.
+class _NormCE(torch.autograd.Function):
+    """Keeps x, small tensors, and y if there was a residual and an activation."""
 
-    What has none is empty. `y` is given if there was a residual and an activation.
-    """
-    from cenet.kernels import layer
-    from cenet.kernels.gate import GateState
-    from cenet.kernels.groups import Statistics
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            output = norm_ce(*args)
+        x, residual, weight, bias = args[:4]
+        y = output[0] if residual is not None and args[-2] != "none" else None
+        gate = args[TENSORS - GATE : TENSORS]
+        ctx.save_for_backward(y, x, weight, bias, *gate, *output[1:])
+        ctx.constants = args[TENSORS:]
+        ctx.has_residual = residual is not None
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+        return output
 
-    block, settings = _block_and_settings(
-        weight, bias, None, None, None, None, w1, norm_weight, norm_bias, w2,
-        mix_logit, blend, mode, group_size, steps, pool, norm_eps, eps, act, slope,
-    )  # fmt: skip
-    gate = None if w1 is None else GateState(hidden, gates, inv_std)
-    saved = layer.Saved(Statistics(values, instances, matrices, iterates), gate)
-    grads = layer.backward(grad, x, y, block, settings, saved)
-    flat = (
-        grads.x, grads.residual if y is not None else None, grads.weight, grads.bias,
-        *(grads.gate or (None,) * 4), grads.mix_logit, grads.blend,
-    )  # fmt: skip
-    return tuple(x.new_empty(0) if value is None else value for value in flat)  # type: ignore[return-value]
-
-
-@norm_ce_backward.register_fake
-def _(grad, y, x, weight, bias, *args):  # type: ignore[no-untyped-def]
-    weights, scalars = args[:4], args[4:6]
-    vector = x.new_empty(x.shape[1], dtype=torch.float32)
-    given = [None if tensor is None else torch.empty_like(tensor) for tensor in weights + scalars]
-    flat = [_dense_like(x), None if y is None else _dense_like(x), vector, vector.clone(), *given]
-    return tuple(x.new_empty(0) if value is None else value for value in flat)
-
-
-TENSORS = 14  # of the arguments of norm_ce
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, residual, weight, bias, *_ = inputs[:TENSORS]
-    parameters = inputs[8:TENSORS]  # the gate, λ and α
-    act = inputs[-2]
-    y = output[0] if residual is not None and act != "none" else None
-    ctx.save_for_backward(y, x, weight, bias, *parameters, *output[1:])
-    ctx.constants = inputs[TENSORS:]
-    ctx.has_residual = residual is not None
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    constants = (None,) * len(ctx.constants)
-    if grad is None:
-        return (None,) * TENSORS + constants
-    y, x, weight, bias, *rest = ctx.saved_tensors
-    grads = torch.ops.cenet.norm_ce_backward(grad, y, x, weight, bias, *rest, *ctx.constants)
-    residual = (grads[1] if y is not None else grad) if ctx.has_residual else None
-    affine = (_like(grads[2], weight), _like(grads[3], bias))
-    given = [None if p is None else g for p, g in zip(rest[:6], grads[4:], strict=True)]
-    return (grads[0], residual, *affine, None, None, None, None, *given, *constants)
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> Any:
+        constants = (None,) * len(ctx.constants)
+        if grad is None:
+            return (None,) * TENSORS + constants
+        y, x, weight, bias, *rest = ctx.saved_tensors
+        grads = norm_ce_backward(grad, y, x, weight, bias, *rest, *ctx.constants)
+        residual = (grads[1] if y is not None else grad) if ctx.has_residual else None
+        affine = (_like(grads[2], weight), _like(grads[3], bias))
+        gate = [None if p is None else g for p, g in zip(rest[:GATE], grads[4:], strict=True)]
+        return (grads[0], residual, *affine, None, None, None, None, *gate, *constants)
 
 
 def _like(grad: Tensor, parameter: Tensor | None) -> Tensor | None:
     return None if parameter is None else grad.to(parameter.dtype)
 
 
-def _no_second_derivative(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-    raise RuntimeError(
-        "the kernels of cenet have no second derivative; run the forward pass inside "
-        'cenet.ops.backend("torch") to differentiate twice'
-    )
+class _NoSecondDerivative(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return norm_ce_backward(*args)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(
+            "the kernels of cenet have no second derivative; run the forward pass inside "
+            'cenet.ops.backend("torch") to differentiate twice'
+        )
 
 
-norm_ce.register_autograd(_backward, setup_context=_setup_context)
-norm_ce_backward.register_autograd(_no_second_derivative)
+def _with_autograd(op: Any, function: Any) -> Any:
+    def run(*args: Any) -> Any:
+        wanted = (isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+        if torch.is_grad_enabled() and any(wanted):
+            return function.apply(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+
+    return run
 
 
-@torch.library.custom_op(
-    "cenet::average_",
-    mutates_args=(
-        "running_mean", "running_var", "norm_count", "inv_sqrt", "bd_count", "inv_std", "ir_count",
-    ),
-    device_types="cuda",
-)  # fmt: skip
-def average_(
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    norm_count: Tensor | None,
-    inv_sqrt: Tensor | None,
-    bd_count: Tensor | None,
-    inv_std: Tensor | None,
-    ir_count: Tensor | None,
-    values: Tensor,
-    batch_inv_sqrt: Tensor,
-    batch_inv_std: Tensor,
-    correction: float,
-    momenta: Sequence[float],
-) -> None:
-    """Move running values towards those of this batch, all in one launch.
-
-    Args:
-        running_mean, running_var, norm_count: of the norm, or None.
-        inv_sqrt, bd_count: of the decorrelation branch, or None.
-        inv_std, ir_count: of the reweighting branch, or None.
-        values, batch_inv_sqrt, batch_inv_std: of this batch, as `norm_ce` returns them.
-        correction: from the biased variance to the unbiased.
-        momenta: of norm, decorrelation and reweighting; negative to weigh all batches alike.
-    """
-    from cenet.kernels import running
-
-    running.average_(
-        None if running_mean is None else (running_mean, running_var, norm_count),
-        None if inv_sqrt is None else (inv_sqrt, bd_count),
-        None if inv_std is None else (inv_std, ir_count),
-        values,
-        batch_inv_sqrt,
-        batch_inv_std,
-        correction,
-        tuple(momenta),
-    )
+def _refuse_gradients(*args: Any) -> Any:
+    if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+        raise RuntimeError("cenet::folded_ce has no gradient; call it under torch.no_grad()")
+    with torch._C._AutoDispatchBelowAutograd():
+        return folded_ce(*args)
 
 
-@average_.register_fake
-def _(*args):  # type: ignore[no-untyped-def]
-    return None
+for _name, _cuda, _fake in (
+    ("norm_ce", _norm_ce, _fake_norm_ce),
+    ("norm_ce_backward", _norm_ce_backward, _fake_norm_ce_backward),
+    ("average_", _average_, lambda *args: None),
+    ("folded_ce", _folded_ce, _dense_like),
+):
+    _library.impl(_name, _cuda, "CUDA")
+    torch.library.register_fake(f"cenet::{_name}", _fake, lib=_library)
+_library.impl("norm_ce", _with_autograd(norm_ce, _NormCE), "Autograd")
+_library.impl("norm_ce_backward", _with_autograd(norm_ce_backward, _NoSecondDerivative), "Autograd")
+_library.impl("folded_ce", _refuse_gradients, "Autograd")
 
 
-@register_flop_formula(torch.ops.cenet.norm_ce)
+@cache
+def _register_flop_formulas() -> None:
+    # imported here: the counter imports triton
+    from torch.utils.flop_counter import register_flop_formula
+
+    register_flop_formula(torch.ops.cenet.norm_ce)(_forward_flops)
+    register_flop_formula(torch.ops.cenet.norm_ce_backward)(_backward_flops)
+    register_flop_formula(torch.ops.cenet.folded_ce)(_folded_flops)
+
+
 def _forward_flops(x_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
     """Two products with the group matrices, one of them only with batch statistics; the gate."""
     (_, bd, ir), group_size, w1 = args[13], args[14], args[7]
@@ -346,7 +351,6 @@ def _forward_flops(x_shape: Any, *args: Any, out_shape: Any = None, **kwargs: An
     return 2 * passes * entries + (4 * x_shape[0] * w1[0] * w1[1] if ir != ABSENT else 0)
 
 
-@register_flop_formula(torch.ops.cenet.norm_ce_backward)
 def _backward_flops(
     grad_shape: Any, y_shape: Any, x_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any
 ) -> int:
@@ -355,6 +359,15 @@ def _backward_flops(
     passes = {ABSENT: 0, BATCH: 3, RUNNING: 2}[bd]
     gate = 8 * x_shape[0] * w1[0] * w1[1] if ir != ABSENT else 0
     return 2 * passes * _matrix_entries(x_shape, group_size) + gate
+
+
+def _folded_flops(
+    x_shape: Any, residual_shape: Any, shift_shape: Any, matrix_shape: Any, w1_shape: Any,
+    *args: Any, out_shape: Any = None, **kwargs: Any,
+) -> int:  # fmt: skip
+    """One product with the group matrices; the gate."""
+    entries = 0 if matrix_shape is None else _matrix_entries(x_shape, matrix_shape[-1])
+    return 2 * entries + 4 * int(x_shape[0] * w1_shape[0] * w1_shape[1])
 
 
 def _matrix_entries(x_shape: Any, group_size: int) -> int:

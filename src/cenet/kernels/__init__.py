@@ -1,5 +1,5 @@
-"""Triton twins of `functional`: the two passes over x, the algebra between them, and their backward.
+"""Triton twins of `functional`: the passes over x, the algebra between them, and their backward.
 
-`layer.forward` and `layer.backward` run the whole of norm → CE → activation; docs/kernels.md has the
-derivation. Imports torch and triton, nothing of ours but `functional`'s constants.
+`layer.forward` and `layer.backward` run the whole of norm → CE → activation; docs/kernels.md has
+the derivation. Nothing here knows modules.
 """

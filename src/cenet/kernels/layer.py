@@ -5,22 +5,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cenet.kernels import mix
-from cenet.kernels.gate import (
-    GateState,
-    GateWeights,
-    gate_backward,
-    gate_forward,
-    gate_weights_backward,
-)
-from cenet.kernels.groups import (
-    ABSENT,
-    BATCH,
-    Mode,
-    Statistics,
-    groups_backward,
-    groups_forward,
-)
+from cenet.kernels import mix, mix_backward
+from cenet.kernels.gate import GateState, GateWeights, folded_gate, gate_forward
+from cenet.kernels.gate_backward import gate_backward, gate_weights_backward
+from cenet.kernels.groups import ABSENT, BATCH, Mode, Statistics, groups_forward
+from cenet.kernels.groups_backward import groups_backward
 from cenet.kernels.moments import measure
 from cenet.kernels.tiles import is_channels_last
 
@@ -99,10 +88,10 @@ def forward(
         device=x.device,
     )
     gate = None
-    if mode.ir != ABSENT:
+    if block.gate is not None:
         gate = gate_forward(
             found.instances[1],
-            found.values[7],
+            found.values,
             block.gate,
             s_parts if mode.ir == BATCH else None,
             block.inv_std,
@@ -128,13 +117,13 @@ def backward(
     grad = like(grad, x)
     mode, found, gate = settings.mode, saved.found, saved.gate
     mapping = _map(saved, block, settings, x.shape)
-    sums = mix.reduce(x, grad, mapping, y)
+    sums = mix_backward.reduce(x, grad, mapping, y)
     gate_grad = None
     scalars = {"mix_logit": block.mix_logit, "blend": block.blend}
-    if gate is not None:
+    if block.gate is not None and gate is not None:
         gate_grad = gate_backward(
-            sums.d, sums.c, sums.splits, found.instances[1], mapping.gamma, mapping.beta, found.values[7],
-            block.gate, gate, **scalars,
+            sums.d, sums.c, sums.splits, found.instances[1], found.values, block.gate, gate,
+            **scalars,
         )  # fmt: skip
     groups = groups_backward(
         sums,
@@ -151,17 +140,42 @@ def backward(
     )
     grad = grad if sums.masked is None else sums.masked
     masked = sums.masked is not None
-    dx = mix.backward(x, grad, mapping, groups.through, pool=settings.pool, masked=masked)
+    dx = mix_backward.backward(x, grad, mapping, groups.through, pool=settings.pool, masked=masked)
     weights = grad_mix_logit = grad_blend = None
-    if gate is not None:
+    if block.gate is not None and gate is not None and gate_grad is not None:
         weights, grad_mix_logit, grad_blend = gate_weights_backward(
-            gate_grad, groups.scalars, found.instances[1], found.values[7], block.gate, gate,
+            gate_grad, groups.scalars, found.instances[1], found.values, block.gate, gate,
             **scalars,
         )  # fmt: skip
     elif block.blend is not None:
         through_W, through_w = groups.scalars.sum(0)
         grad_blend = (through_W - through_w).to(block.blend.dtype)
     return Gradients(dx, grad, groups.gamma, groups.beta, weights, grad_mix_logit, grad_blend)
+
+
+def folded(
+    x: Tensor,
+    residual: Tensor | None,
+    values: Tensor,
+    matrix: Tensor | None,
+    gate: GateWeights,
+    inv_std: Tensor,
+    share: Tensor,
+    offset: Tensor,
+    act: tuple[str, float],
+) -> Tensor:
+    """act((M + Diag(w_n)) (x + shift) [+ residual]) of a folded layer, without gradients.
+
+    `values` (5, C) are −shift, 1, 1, 0 and 0.
+    """
+    x = dense(x)
+    group_size = 16 if matrix is None else matrix.shape[-1]
+    square = measure(x, group_size, gram=False, whole=True).square
+    assert square is not None
+    w = folded_gate(square, x.shape[2] * x.shape[3], gate, inv_std, share, offset)
+    name, slope = act
+    mapping = mix.Map(values, matrix, w, group_size, name, slope)
+    return mix.forward(x, mapping, None if residual is None else like(residual, x))
 
 
 def dense(x: Tensor) -> Tensor:
@@ -180,4 +194,4 @@ def _map(saved: Saved, block: Block, settings: Settings, shape: torch.Size) -> m
     if w is None and block.blend is not None:
         w = (1 - block.blend.float()).expand(shape[:2]).contiguous()
     P = None if settings.mode.bd == ABSENT else saved.found.matrices[1]
-    return mix.Map(*saved.found.values[:5], P, w, settings.group_size, settings.act, settings.slope)
+    return mix.Map(saved.found.values, P, w, settings.group_size, settings.act, settings.slope)

@@ -3,9 +3,13 @@
 The rule is that of `nn.running.average_`: a non-finite batch changes nothing and is not counted.
 """
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from cenet.kernels.launch import launch
 
 
 @triton.jit
@@ -89,28 +93,29 @@ def _average_kernel(
 
 
 def average_(
-    norm: tuple[Tensor, Tensor, Tensor | None] | None,
-    inv_sqrt: tuple[Tensor, Tensor] | None,
-    inv_std: tuple[Tensor, Tensor] | None,
+    norm: tuple[Tensor | None, Tensor | None, Tensor | None],
+    bd: tuple[Tensor | None, Tensor | None],
+    ir: tuple[Tensor | None, Tensor | None],
     values: Tensor,
     batch_inv_sqrt: Tensor,
     batch_inv_std: Tensor,
     correction: float,
-    momenta: tuple[float, float, float],
+    momenta: Sequence[float],
 ) -> None:
     """Move the running values towards those of this batch.
 
     Args:
-        norm: running mean and variance of the norm, and its count or None.
-        inv_sqrt, inv_std: running value and count of the two branches.
+        norm: running mean and variance of the norm, and its count; None leaves them out.
+        bd, ir: running value and count of the two branches, likewise.
         values: as in `groups.Statistics`.
         batch_inv_sqrt, batch_inv_std: values of this batch.
         correction: from the biased variance to the one that is kept.
         momenta: of norm, BD and IR; negative to weigh all batches alike.
     """
-    _average_kernel[(3,)](
-        *(norm or (None, None))[:2], values[0], values[5], norm and norm[2],
-        inv_sqrt and inv_sqrt[0], batch_inv_sqrt, inv_sqrt and inv_sqrt[1],
-        inv_std and inv_std[0], batch_inv_std, inv_std and inv_std[1],
-        values.shape[1], batch_inv_sqrt.numel(), correction, *momenta, BLOCK=2048, num_warps=8,
+    entries = 0 if bd[0] is None else bd[0].numel()
+    launch(
+        _average_kernel, (3,),
+        norm[0], norm[1], values[0], values[5], norm[2], bd[0], batch_inv_sqrt, bd[1], ir[0],
+        batch_inv_std, ir[1], values.shape[1], entries, correction, *momenta, BLOCK=2048,
+        num_warps=8,
     )  # fmt: skip

@@ -1,6 +1,5 @@
 """How a kernel walks over x: tiles of pixels × channels, and what every kernel does with a tile."""
 
-import os
 from math import gcd
 from typing import NamedTuple
 
@@ -9,13 +8,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# the interpreter has no arithmetic in bfloat16: there, operands are widened after rounding
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+from cenet.kernels.launch import INTERPRETED
 
 ACTIVATIONS = {"none": 0, "relu": 1, "leaky_relu": 2, "elu": 3}
 NONE = tl.constexpr(0)
 RELU = tl.constexpr(1)
 LEAKY_RELU = tl.constexpr(2)
+
+
+# of a split: what it finds must be put together with the rest
+LEAST_TILES = 8
 
 
 class Walk(NamedTuple):
@@ -32,14 +34,13 @@ class Walk(NamedTuple):
         """Programs per block of channels."""
         return n * self.splits
 
-    def split_pixels(self, pixels: int) -> int:
-        """Pixels of every split but the last."""
-        tiles = -(-pixels // self.pixels)
-        return -(-tiles // self.splits) * self.pixels
+    def tiles(self, pixels: int) -> int:
+        """Tiles of every split but the last."""
+        return ceil_div(ceil_div(pixels, self.pixels), self.splits)
 
     def blocks(self, channels: int, group_size: int) -> int:
         """Blocks of channels."""
-        return -(-channels // (self.channels // group_size * group_size))
+        return ceil_div(channels, self.channels // group_size * group_size)
 
     def is_full(self, pixels: int, channels: int, group_size: int) -> bool:
         """Whether every tile is full."""
@@ -53,12 +54,16 @@ def walk(
     tile_pixels, tile_channels, warps = tile
     tile_channels = max(tile_channels, power_of_2(group_size))
     tile_pixels = min(tile_pixels, power_of_2(pixels))
-    blocks = -(-channels // (tile_channels // group_size * group_size))
-    rows = max(1, programs // blocks)
-    tiles = -(-pixels // tile_pixels)
-    splits = min(tiles, max(1, rows // n))
-    splits = -(-tiles // -(-tiles // splits))  # no split is empty
+    blocks = ceil_div(channels, tile_channels // group_size * group_size)
+    tiles = ceil_div(pixels, tile_pixels)
+    splits = max(1, min(programs // blocks // n, tiles // LEAST_TILES))
+    splits = ceil_div(tiles, ceil_div(tiles, splits))  # no split is empty
     return Walk(tile_pixels, tile_channels, splits, warps, 3)
+
+
+def ceil_div(value: int, by: int) -> int:
+    """value / by, rounded up."""
+    return -(-value // by)
 
 
 def power_of_2(value: int, least: int = 16) -> int:
@@ -87,16 +92,16 @@ def block_channels(block, C, K: tl.constexpr, BC: tl.constexpr):
 
 @triton.jit
 def tile_offsets(
-    begin, channel, C, L, ALIGN: tl.constexpr, BL: tl.constexpr, CHANNELS_LAST: tl.constexpr
+    n, begin, channel, C, L, ALIGN: tl.constexpr, BL: tl.constexpr, CHANNELS_LAST: tl.constexpr
 ):
-    """Offsets (BL, BC) into a sample of the pixels from `begin`."""
+    """Offsets (BL, BC) of the pixels from `begin` of sample n; ALIGN tells how wide to load."""
     pixel = tl.arange(0, BL)
     if CHANNELS_LAST:
         stride = C // ALIGN * ALIGN
-        return tl.cast(begin, tl.int64) * stride + (pixel[:, None] * stride + channel[None, :])
+        return (n * L + begin) * stride + (pixel[:, None] * stride + channel[None, :])
     else:
         stride = tl.cast(L // ALIGN * ALIGN, tl.int64)
-        return begin + pixel[:, None] + channel[None, :] * stride
+        return n * C * stride + begin + pixel[:, None] + channel[None, :] * stride
 
 
 @triton.jit
@@ -217,3 +222,50 @@ def activation_gradient_from_output(grad, after, slope, ACT: tl.constexpr):
         return tl.where(after > 0, grad, slope * grad)
     else:
         return tl.where(after > 0, grad, grad * (after + slope))
+
+
+@triton.jit
+def pivot_of(base, begin, count, channel, valid, C, L, CHANNELS_LAST: tl.constexpr):
+    """A value per channel near its mean: the average of four pixels."""
+    pivot = tl.zeros_like(channel).to(tl.float32)
+    for i in tl.static_range(4):
+        pixel = tl.cast(begin + (2 * i + 1) * count // 8, tl.int64)
+        if CHANNELS_LAST:
+            offset = pixel * C + channel
+        else:
+            offset = channel.to(tl.int64) * L + pixel
+        pivot += tl.load(base + offset, mask=valid, other=0.0).to(tl.float32)
+    return pivot / 4
+
+
+@triton.jit
+def load_channel_values(values_ptr, channel, valid, C):
+    """center, rstd, γ, β and offset of the map for each channel of a block."""
+    center = tl.load(values_ptr + channel, mask=valid, other=0.0).to(tl.float32)
+    rstd = tl.load(values_ptr + C + channel, mask=valid, other=0.0).to(tl.float32)
+    gamma = tl.load(values_ptr + 2 * C + channel, mask=valid, other=0.0).to(tl.float32)
+    beta = tl.load(values_ptr + 3 * C + channel, mask=valid, other=0.0).to(tl.float32)
+    offset = tl.load(values_ptr + 4 * C + channel, mask=valid, other=0.0).to(tl.float32)
+    return center, rstd, gamma, beta, offset
+
+
+@triton.jit
+def load_matrix(P_ptr, row, column, valid, K: tl.constexpr):
+    """The block-diagonal matrix of a block of channels."""
+    mask = same_group(row, column, valid, K)
+    return tl.load(P_ptr + matrix_offsets(row, column, K), mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def apply(x_hat, matrix, d, c, DTYPE: tl.constexpr, DENSE: tl.constexpr):
+    """(matrix or Diag(d)) · x̂ + c, for the rows x̂ of a tile."""
+    if DENSE:
+        return dot(x_hat.to(DTYPE), matrix) + c[None, :]
+    else:
+        return x_hat * d[None, :] + c[None, :]
+
+
+@triton.jit
+def sign_of(values):
+    """+1 or −1, never 0."""
+    return tl.where(values.to(tl.int32, bitcast=True) < 0, -1.0, 1.0)

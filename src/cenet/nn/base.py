@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import cenet.nn.fused as fused
 from cenet import functional as F
-from cenet.nn import fused
 
 
 def check(condition: bool, message: str) -> None:
@@ -71,8 +71,9 @@ class EquilibriumLayer(nn.Module):
     def equilibrate(self, x: Tensor, act: nn.Module | None, residual: Tensor | None) -> Tensor:
         """act(CE(x) + residual) for a checked x, in one operator where the kernels can."""
         batch = self.uses_batch(x)
-        if fused.can_fuse(x, None, self.branches()):
-            return fused.run(x, None, self.branches(), act, residual, batch=batch)
+        branches = self.branches()
+        if fused.can_fuse(x, None, branches):
+            return fused.run(x, None, branches, act, residual, batch=batch)
         # cast once: the two gradients of x are then added before they are rounded
         values = x.to(F.statistics_dtype(x))
         scale = values.new_ones(self.num_features)

@@ -101,7 +101,7 @@ class BatchDecorrelation2d(EquilibriumLayer):
 
     def branches(self) -> Branches:
         """See `EquilibriumLayer.branches`."""
-        return Branches(self, None, None, self.blend)
+        return Branches(self, None, None, None, self.blend)
 
     def check_size(self, x: Tensor) -> None:
         """Raise ValueError unless the covariance has at least two values per channel."""
@@ -222,7 +222,7 @@ class InstanceReweighting2d(EquilibriumLayer):
 
     def branches(self) -> Branches:
         """See `EquilibriumLayer.branches`."""
-        return Branches(None, self, None, self.blend)
+        return Branches(None, self, self.gate, None, self.blend)
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool

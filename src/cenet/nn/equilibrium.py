@@ -94,7 +94,7 @@ class ChannelEquilibrium2d(EquilibriumLayer):
 
     def branches(self) -> Branches:
         """See `EquilibriumLayer.branches`."""
-        return Branches(self.bd, self.ir, self.mix_logit, self.blend)
+        return Branches(self.bd, self.ir, self.ir.gate, self.mix_logit, self.blend)
 
     def check_size(self, x: Tensor) -> None:
         """Raise ValueError unless both branches can take batch statistics of x."""

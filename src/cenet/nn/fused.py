@@ -15,6 +15,7 @@ class Branches(NamedTuple):
 
     bd: Any  # BatchDecorrelation2d, or None
     ir: Any  # InstanceReweighting2d, or None
+    gate: tuple[Tensor, ...] | None  # of ir
     mix_logit: Tensor | None
     blend: Tensor | None
 
@@ -30,12 +31,20 @@ def fused_activation(act: nn.Module) -> tuple[str, float] | None:
     return None
 
 
+def inside_and_after(act: nn.Module | None) -> tuple[str, float, nn.Module | None]:
+    """Name and slope of the activation for the kernels, and what is left to call after them."""
+    if act is None:
+        return "none", 0.0, None
+    inside = None if is_hooked(act) else fused_activation(act)
+    return ("none", 0.0, act) if inside is None else (*inside, None)
+
+
 def can_fuse(x: Tensor, norm: Any, branches: Branches) -> bool:
     """Whether `run` can do this: RuntimeError if it must, by the chosen backend, and cannot."""
     bd, ir = branches.bd, branches.ir
     if ir is not None and ir.released:
         return False
-    tensors = [*_affine(norm), branches.mix_logit, branches.blend, *(ir.gate if ir else ())]
+    tensors = [*_affine(norm), branches.mix_logit, branches.blend, *(branches.gate or ())]
     return ops.use_kernels(x, tensors, 1 if bd is None else bd.group_size)
 
 
@@ -65,8 +74,7 @@ def run(
         ops.ABSENT if bd is None else source,
         ops.ABSENT if ir is None else source,
     )
-    inside = None if act is None or is_hooked(act) else fused_activation(act)
-    name, slope = inside or ("none", 0.0)
+    name, slope, after = inside_and_after(act)
     fixed_norm = norm is not None and not norm_batch
     y, values, _, matrices, _, _, _, inv_std = ops.norm_ce(
         x,
@@ -76,7 +84,7 @@ def run(
         norm.running_var if fixed_norm else None,
         None if bd is None or batch else bd.running_inv_sqrt,
         None if ir is None or batch else ir.running_inv_std,
-        *((None,) * 4 if ir is None else ir.gate),
+        *(branches.gate or (None,) * 4),
         branches.mix_logit,
         branches.blend,
         mode,
@@ -93,7 +101,8 @@ def run(
         _average_(
             x, tracked, bd if batch else None, ir if batch else None, values, matrices, inv_std
         )
-    return y if inside or act is None else act(y)
+    result: Tensor = y if after is None else after(y)
+    return result
 
 
 @torch.no_grad()

@@ -5,8 +5,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+import cenet.nn.fused as fused
 from cenet import functional as F
-from cenet.nn import fused
 from cenet.nn.base import EquilibriumLayer, finish
 from cenet.nn.norms import (
     affine,
@@ -98,8 +98,9 @@ class NormCE2d(nn.Module):
                 "expected more than 1 value per channel when training, "
                 f"got input size {tuple(x.shape)}"
             )
-        if fused.can_fuse(x, norm, ce.branches()):
-            return fused.run(x, norm, ce.branches(), self.act, residual, batch=ce_batch)
+        branches = ce.branches()
+        if fused.can_fuse(x, norm, branches):
+            return fused.run(x, norm, branches, self.act, residual, batch=ce_batch)
         # cast once: the two gradients of x are then added before they are rounded
         values = x.to(F.statistics_dtype(x))
         moments = ce.measure(values, batch=ce_batch, sign=weight_sign(norm, values))

@@ -1,0 +1,45 @@
+"""Starting kernels and making room for their results.
+
+A kernel is looked up by what it was compiled for and started by that handle: going through Triton's
+own lookup every time takes longer on the host than most of these kernels take on the device.
+"""
+
+import os
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+# the interpreter has no arithmetic in bfloat16: there, operands are widened after rounding
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+_compiled: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    """Run `kernel` on a grid; `constants` are what it is compiled for, and launch options."""
+    if INTERPRETED:
+        kernel[grid](*args, **constants)
+        return
+    key = (kernel, torch.cuda.current_device(), *constants.values(), *map(_kind, args))
+    if key not in _compiled:
+        names = kernel.arg_names[len(args) :]
+        compiled = kernel.warmup(*args, grid=grid, **constants)
+        _compiled[key] = compiled, [constants[name] for name in names]
+    compiled, fixed = _compiled[key]
+    compiled[(*grid, 1, 1)[:3]](*args, *fixed)
+
+
+def _kind(argument: Any) -> Any:
+    """What Triton compiles a kernel for: type and alignment of a tensor, divisibility of a size."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    if isinstance(argument, int):
+        return argument == 1, argument % 16 == 0
+    return argument is None
+
+
+def empty(device: torch.device, *shape: int) -> Tensor:
+    """Room for a small result, in float32."""
+    return torch.empty(shape, dtype=torch.float32, device=device)

@@ -1,0 +1,297 @@
+"""The two backward passes of `mix`."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cenet.kernels.launch import empty, launch
+from cenet.kernels.mix import Map, cuts, grid, map_walk, pointers, sizes, tile_constants
+from cenet.kernels.pooling import backward_pooled_kernel
+from cenet.kernels.tiles import (
+    ACTIVATIONS,
+    NONE,
+    Walk,
+    activation_gradient,
+    activation_gradient_from_output,
+    apply,
+    block_channels,
+    ceil_div,
+    diagonal,
+    diagonal_of,
+    dot,
+    first_row,
+    load_channel_values,
+    load_matrix,
+    load_tile,
+    matrix_offsets,
+    power_of_2,
+    same_group,
+    standardize,
+    store_tile,
+    tile_offsets,
+    walk,
+)
+
+
+class Sums(NamedTuple):
+    """What the reducing pass found, in parts."""
+
+    P: Tensor | None  # (rows, G, K, K)
+    d: Tensor  # (N·splits, C)
+    c: Tensor  # (N·splits, C)
+    splits: int
+    masked: Tensor | None  # (N, C, H, W), g
+
+
+class StatisticsGradient(NamedTuple):
+    """How dx depends on x̂ through the statistics."""
+
+    Q: Tensor | None  # (G, K, K), divided by `size`
+    e: Tensor  # (N, C), divided by `size`
+    f: Tensor  # (N, C)
+    size: Tensor  # (G,)
+    pooled_offset: Tensor | None  # (C,): Q is applied to pooled x̂, and this is added
+
+
+@triton.jit
+def _reduce_kernel(
+    x_ptr,  # (N, C, L) or (N, L, C)
+    grad_ptr,  # like x
+    y_ptr,  # like x, or None to recompute the activation's argument
+    masked_ptr,  # like x, or None
+    values_ptr,  # (8, C)
+    P_ptr,  # (G, K, K), or None
+    w_ptr,  # (N, C), or None
+    grad_P_ptr,  # (rows, G, K, K)
+    grad_d_ptr,  # (N·splits, C)
+    grad_c_ptr,  # (N·splits, C)
+    N,
+    C,
+    L,
+    G,
+    slope,
+    splits,
+    tiles,
+    K: tl.constexpr,
+    BL: tl.constexpr,
+    BC: tl.constexpr,
+    ALIGN: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr,
+    ACT: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    DENSE: tl.constexpr = P_ptr is not None
+    blocks = tl.cdiv(C, BC // K * K)
+    program = tl.program_id(0)
+    row = program // blocks
+    channel, valid = block_channels(program % blocks, C, K, BC)
+    center, rstd, gamma, beta, offset = load_channel_values(values_ptr, channel, valid, C)
+    n = tl.cast(row // splits, tl.int64)
+    w = tl.zeros((BC,), tl.float32)
+    if w_ptr is not None:
+        w = tl.load(w_ptr + n * C + channel, mask=valid, other=0.0)
+    matrix = tl.zeros((BC, BC), DTYPE)
+    if DENSE:
+        fixed = load_matrix(P_ptr, channel[None, :], channel[:, None], valid, K)  # Pᵀ
+        matrix = (fixed + diagonal(w * gamma, BC)).to(DTYPE)
+    # with a matrix the tensor cores take every sum, else they are taken at the end
+    products = tl.zeros((BC if DENSE else BL, BC), tl.float32)
+    sums = tl.zeros((16 if DENSE else BL, BC), tl.float32)
+    begin = row % splits * tiles * BL
+    end = tl.minimum(begin + tiles * BL, L)
+    for start in range(begin, end, BL):
+        offsets = tile_offsets(n, start, channel, C, L, ALIGN, BL, CHANNELS_LAST)
+        inside = (start + tl.arange(0, BL) < end)[:, None] & valid[None, :]
+        x = load_tile(x_ptr, offsets, inside, FULL)
+        grad = load_tile(grad_ptr, offsets, inside, FULL).to(tl.float32)
+        x_hat = standardize(x, center, rstd)
+        if y_ptr is not None:
+            y = load_tile(y_ptr, offsets, inside, FULL).to(tl.float32)
+            g = activation_gradient_from_output(grad, y, slope, ACT)
+            store_tile(masked_ptr, offsets, g, inside, FULL)
+        elif ACT != NONE:
+            before = apply(x_hat, matrix, w * gamma, w * beta + offset, DTYPE, DENSE)
+            g = activation_gradient(grad, before, slope, ACT)
+        else:
+            g = grad
+        if DENSE:
+            products = dot(tl.trans(g.to(DTYPE)), x_hat.to(DTYPE), products)
+            sums = dot(tl.full((16, BL), 1.0, DTYPE), g.to(DTYPE), sums)
+        else:
+            products += g * x_hat
+            sums += g
+    part = tl.cast(row, tl.int64) * C + channel
+    if DENSE:
+        i, j = channel[:, None], channel[None, :]
+        offsets = tl.cast(row, tl.int64) * G * K * K + matrix_offsets(i, j, K)
+        tl.store(grad_P_ptr + offsets, products, mask=same_group(i, j, valid, K))
+        tl.store(grad_d_ptr + part, tl.sum(diagonal_of(products), 0), mask=valid)
+        tl.store(grad_c_ptr + part, first_row(sums), mask=valid)
+    else:
+        tl.store(grad_d_ptr + part, tl.sum(products, 0), mask=valid)
+        tl.store(grad_c_ptr + part, tl.sum(sums, 0), mask=valid)
+
+
+@triton.jit
+def _backward_kernel(
+    x_ptr,  # (N, C, L) or (N, L, C)
+    grad_ptr,  # like x
+    dx_ptr,  # like x
+    values_ptr,  # (8, C)
+    P_ptr,  # (G, K, K), or None
+    w_ptr,  # (N, C), or None
+    Q_ptr,  # (G, K, K), or None
+    e_ptr,  # (N, C)
+    f_ptr,  # (N, C)
+    size_ptr,  # (G,)
+    N,
+    C,
+    L,
+    slope,
+    splits,
+    tiles,
+    K: tl.constexpr,
+    BL: tl.constexpr,
+    BC: tl.constexpr,
+    ALIGN: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr,
+    ACT: tl.constexpr,
+    FULL: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    DENSE: tl.constexpr = P_ptr is not None
+    blocks = tl.cdiv(C, BC // K * K)
+    program = tl.program_id(0)
+    row = program // blocks
+    channel, valid = block_channels(program % blocks, C, K, BC)
+    center, rstd, gamma, beta, offset = load_channel_values(values_ptr, channel, valid, C)
+    i, j = channel[:, None], channel[None, :]
+    size = tl.load(size_ptr + channel // K, mask=valid, other=1.0)
+    n = tl.cast(row // splits, tl.int64)
+    w = tl.zeros((BC,), tl.float32)
+    if w_ptr is not None:
+        w = tl.load(w_ptr + n * C + channel, mask=valid, other=0.0)
+    e = tl.load(e_ptr + n * C + channel, mask=valid, other=0.0)
+    f = tl.load(f_ptr + n * C + channel, mask=valid, other=0.0)
+    matrix = tl.zeros((BC, BC), DTYPE)
+    if DENSE:
+        matrix = (load_matrix(P_ptr, i, j, valid, K) + diagonal(w * gamma, BC)).to(DTYPE)
+    statistics = tl.zeros((BC, BC), DTYPE)
+    if Q_ptr is not None:
+        statistics = (load_matrix(Q_ptr, i, j, valid, K) + diagonal(e, BC)).to(DTYPE)
+    begin = row % splits * tiles * BL
+    end = tl.minimum(begin + tiles * BL, L)
+    for start in range(begin, end, BL):
+        offsets = tile_offsets(n, start, channel, C, L, ALIGN, BL, CHANNELS_LAST)
+        inside = (start + tl.arange(0, BL) < end)[:, None] & valid[None, :]
+        x = load_tile(x_ptr, offsets, inside, FULL)
+        g = load_tile(grad_ptr, offsets, inside, FULL).to(tl.float32)
+        x_hat = standardize(x, center, rstd)
+        if ACT != NONE:
+            before = apply(x_hat, tl.trans(matrix), w * gamma, w * beta + offset, DTYPE, DENSE)
+            g = activation_gradient(g, before, slope, ACT)
+        if Q_ptr is None:
+            dx = apply(g, matrix, w * gamma, f, DTYPE, DENSE) + (size * e)[None, :] * x_hat
+        else:
+            dx = dot(x_hat.to(DTYPE), statistics)
+            if SCALE:
+                dx = dx * size[None, :]
+            dx = dot(g.to(DTYPE), matrix, dx) + f[None, :]
+        store_tile(dx_ptr, offsets, dx * rstd[None, :], inside, FULL)
+
+
+def reduce(
+    x: Tensor, grad: Tensor, mapping: Map, y: Tensor | None = None, walked: Walk | None = None
+) -> Sums:
+    """Gradients of P, d and c, in parts.
+
+    Args:
+        x, grad: input, and gradient of the output in the layout of x.
+        mapping: what was applied.
+        y: the output, if there was a residual. Then the masked gradient is returned too.
+        walked: how to cut x, instead of the usual way.
+    """
+    n, channels, _, _ = x.shape
+    cut = walked or reduce_walk(x, mapping)
+    grad_P = None
+    if mapping.P is not None:
+        grad_P = empty(x.device, cut.rows(n), *mapping.P.shape)
+    grad_d, grad_c = empty(x.device, 2, n * cut.splits, channels)
+    masked = None if y is None else torch.empty_like(x)
+    groups = ceil_div(channels, mapping.group_size)
+    launch(
+        _reduce_kernel, grid(x, mapping, cut),
+        x, grad, y, masked, *pointers(mapping), grad_P, grad_d, grad_c, *sizes(x), groups,
+        mapping.slope, *cuts(x, cut), **tile_constants(x, mapping, cut),
+        ACT=ACTIVATIONS[mapping.act],
+    )  # fmt: skip
+    return Sums(grad_P, grad_d, grad_c, cut.splits, masked)
+
+
+def backward(
+    x: Tensor,
+    grad: Tensor,
+    mapping: Map,
+    through: StatisticsGradient,
+    *,
+    pool: int = 1,
+    masked: bool = False,
+    walked: Walk | None = None,
+) -> Tensor:
+    """dx.
+
+    Args:
+        x, grad, mapping: as for `reduce`.
+        through: the part that comes through the statistics.
+        pool: side of the max-pool window before the covariance.
+        masked: `grad` is what `reduce` returned as masked.
+        walked: how to cut x, instead of the usual way.
+    """
+    dx = torch.empty_like(x)
+    act = ACTIVATIONS["none" if masked else mapping.act]
+    if through.pooled_offset is not None:
+        _launch_pooled(x, grad, dx, mapping, through, act, pool)
+        return dx
+    cut = walked or map_walk(x, mapping)
+    launch(
+        _backward_kernel, grid(x, mapping, cut),
+        x, grad, dx, *pointers(mapping), through.Q, through.e, through.f, through.size, *sizes(x),
+        mapping.slope, *cuts(x, cut), **tile_constants(x, mapping, cut), ACT=act,
+        SCALE=x.dtype == torch.float16,
+    )  # fmt: skip
+    return dx
+
+
+def _launch_pooled(
+    x: Tensor,
+    grad: Tensor,
+    dx: Tensor,
+    mapping: Map,
+    through: StatisticsGradient,
+    act: int,
+    pool: int,
+) -> None:
+    n, channels, height, width = x.shape
+    cut = Walk(64, max(32, power_of_2(mapping.group_size)), 1, 4, 3)
+    tiles = ceil_div(ceil_div(height, pool) * ceil_div(width, pool), cut.pixels)
+    rows = max(1, min(tiles, 2048 // n))
+    grid = (n * rows * cut.blocks(channels, mapping.group_size),)
+    fixed = tile_constants(x, mapping, cut)
+    del fixed["ALIGN"], fixed["FULL"]
+    launch(
+        backward_pooled_kernel, grid,
+        x, grad, dx, *pointers(mapping), through.Q, through.e, through.f, through.size,
+        through.pooled_offset, channels, height, width, mapping.slope, rows, **fixed, ACT=act,
+        POOL=pool,
+    )  # fmt: skip
+
+
+def reduce_walk(x: Tensor, mapping: Map) -> Walk:
+    """The usual way to cut x up for the reducing pass."""
+    n, channels, height, width = x.shape
+    return walk(n, height * width, channels, mapping.group_size, 1024, (64, 32, 4))

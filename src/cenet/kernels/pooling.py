@@ -1,0 +1,193 @@
+"""Max-pooling before the covariance, inside the passes: tiles of windows instead of pixels.
+
+Pooling commutes with the norm if it follows the sign of γ, so x itself is pooled, after its sign.
+"""
+
+import triton
+import triton.language as tl
+
+from cenet.kernels.tiles import (
+    NONE,
+    activation_gradient,
+    apply,
+    block_channels,
+    diagonal,
+    dot,
+    first_row,
+    load_channel_values,
+    load_matrix,
+    matrix_offsets,
+    pivot_of,
+    same_group,
+    sign_of,
+    standardize,
+)
+
+
+@triton.jit
+def window_offsets(
+    window, dy, dx, channel, valid, C, H, W, POOL: tl.constexpr, CHANNELS_LAST: tl.constexpr
+):
+    """Offsets (BL, BC) into a sample of one pixel of each window, and where there is one."""
+    wide = tl.cdiv(W, POOL)
+    y = window // wide * POOL + dy
+    x = window % wide * POOL + dx
+    pixel = (y * W + x).to(tl.int64)
+    if CHANNELS_LAST:
+        offsets = pixel[:, None] * C + channel[None, :]
+    else:
+        offsets = channel[None, :].to(tl.int64) * (H * W) + pixel[:, None]
+    return offsets, ((y < H) & (x < W))[:, None] & valid[None, :]
+
+
+@triton.jit
+def load_pixel_of_window(
+    base, window, dy, dx, channel, valid, C, H, W, POOL: tl.constexpr, CHANNELS_LAST: tl.constexpr
+):
+    """One pixel of each pooling window, and where there is one: windows at the border are cut."""
+    offsets, mask = window_offsets(window, dy, dx, channel, valid, C, H, W, POOL, CHANNELS_LAST)
+    return tl.load(base + offsets, mask=mask, other=0.0), mask
+
+
+@triton.jit
+def measure_pooled_kernel(
+    x_ptr,  # (N, C, H, W) or (N, H, W, C)
+    weight_ptr,  # (C,) whose sign says which way x is pooled, or None
+    mean_ptr,  # (N, C)
+    square_ptr,  # (N, C)
+    pooled_mean_ptr,  # (N, C)
+    gram_ptr,  # (N, G, K, K)
+    C,
+    H,
+    W,
+    G,
+    K: tl.constexpr,
+    BL: tl.constexpr,
+    BC: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr,
+    POOL: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """As `moments` does, with the Gram matrix of the pooled x."""
+    L = H * W
+    wide = tl.cdiv(W, POOL)
+    windows = tl.cdiv(H, POOL) * wide
+    blocks = tl.cdiv(C, BC // K * K)
+    program = tl.program_id(0)
+    n = tl.cast(program // blocks, tl.int64)
+    channel, valid = block_channels(program % blocks, C, K, BC)
+    sign = tl.full((BC,), 1.0, tl.float32)
+    if weight_ptr is not None:
+        sign = sign_of(tl.load(weight_ptr + channel, mask=valid, other=1.0).to(tl.float32))
+    base = x_ptr + n * C * L
+    pivot = pivot_of(base, 0, L, channel, valid, C, L, CHANNELS_LAST)
+    sums = tl.zeros((BL, BC), tl.float32)
+    squares = tl.zeros((BL, BC), tl.float32)
+    pooled_sums = tl.zeros((16, BC), tl.float32)
+    products = tl.zeros((BC, BC), tl.float32)
+    for start in range(0, windows, BL):
+        window = start + tl.arange(0, BL)
+        pooled = tl.full((BL, BC), float("-inf"), tl.float32)
+        for dy in tl.static_range(POOL):
+            for dx in tl.static_range(POOL):
+                x, mask = load_pixel_of_window(
+                    base, window, dy, dx, channel, valid, C, H, W, POOL, CHANNELS_LAST
+                )
+                centered = tl.where(mask, x.to(tl.float32) - pivot[None, :], 0.0)
+                sums += centered
+                squares += centered * centered
+                signed = tl.where(mask, centered * sign[None, :], float("-inf"))
+                pooled = tl.maximum(pooled, signed, propagate_nan=tl.PropagateNan.ALL)
+        mask = (window < windows)[:, None] & valid[None, :]
+        pooled = tl.where(mask, pooled * sign[None, :], 0.0)
+        operand = (pooled * HALF).to(x_ptr.dtype.element_ty)
+        pooled_sums += dot(tl.full((16, BL), 1.0, operand.dtype), operand)
+        products += dot(tl.trans(operand), operand)
+    part = n * C + channel
+    sums = tl.sum(sums, 0)
+    squares = tl.sum(squares, 0)
+    pooled_sums = first_row(pooled_sums) / HALF
+    products = products / (HALF * HALF)
+    tl.store(mean_ptr + part, pivot + sums / L, mask=valid)
+    tl.store(square_ptr + part, tl.maximum(squares - sums * (sums / L), 0.0), mask=valid)
+    tl.store(pooled_mean_ptr + part, pivot + pooled_sums / windows, mask=valid)
+    i, j = channel[:, None], channel[None, :]
+    gram = products - pooled_sums[:, None] * (pooled_sums / windows)[None, :]
+    offsets = n * G * K * K + matrix_offsets(i, j, K)
+    tl.store(gram_ptr + offsets, gram, mask=same_group(i, j, valid, K))
+
+
+@triton.jit
+def backward_pooled_kernel(
+    x_ptr,  # (N, C, H, W) or (N, H, W, C)
+    grad_ptr,  # like x
+    dx_ptr,  # like x
+    values_ptr,  # (8, C)
+    P_ptr,  # (G, K, K)
+    w_ptr,  # (N, C), or None
+    Q_ptr,  # (G, K, K)
+    e_ptr,  # (N, C)
+    f_ptr,  # (N, C)
+    size_ptr,  # (G,)
+    pooled_offset_ptr,  # (C,)
+    C,
+    H,
+    W,
+    slope,
+    rows,
+    K: tl.constexpr,
+    BL: tl.constexpr,
+    BC: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr,
+    ACT: tl.constexpr,
+    POOL: tl.constexpr,
+):
+    """dx, where Q reaches only the pixel of each window that was the largest."""
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    windows = tl.cdiv(H, POOL) * tl.cdiv(W, POOL)
+    blocks = tl.cdiv(C, BC // K * K)
+    program = tl.program_id(0)
+    n = tl.cast(program // blocks // rows, tl.int64)
+    channel, valid = block_channels(program % blocks, C, K, BC)
+    center, rstd, gamma, beta, offset = load_channel_values(values_ptr, channel, valid, C)
+    i, j = channel[:, None], channel[None, :]
+    w = tl.zeros((BC,), tl.float32)
+    if w_ptr is not None:
+        w = tl.load(w_ptr + n * C + channel, mask=valid, other=0.0)
+    e = tl.load(e_ptr + n * C + channel, mask=valid, other=0.0)
+    f = tl.load(f_ptr + n * C + channel, mask=valid, other=0.0)
+    size = tl.load(size_ptr + channel // K, mask=valid, other=1.0)
+    pooled_offset = tl.load(pooled_offset_ptr + channel, mask=valid, other=0.0)
+    matrix = (load_matrix(P_ptr, i, j, valid, K) + diagonal(w * gamma, BC)).to(DTYPE)
+    Q = load_matrix(Q_ptr, i, j, valid, K).to(DTYPE)
+    sign = sign_of(gamma)
+    sample = n * C * H * W
+    for start in range(program // blocks % rows * BL, windows, rows * BL):
+        window = start + tl.arange(0, BL)
+        largest = tl.full((BL, BC), float("-inf"), tl.float32)
+        which = tl.zeros((BL, BC), tl.int32)
+        for k in tl.static_range(POOL * POOL):
+            x, mask = load_pixel_of_window(
+                x_ptr + sample, window, k // POOL, k % POOL, channel, valid, C, H, W, POOL,
+                CHANNELS_LAST,
+            )  # fmt: skip
+            signed = tl.where(mask, x.to(tl.float32) * sign[None, :], float("-inf"))
+            which = tl.where(signed > largest, k, which)
+            largest = tl.maximum(largest, signed)
+        inside = (window < windows)[:, None] & valid[None, :]
+        largest = tl.where(inside, largest * sign[None, :], 0.0)
+        pooled = standardize(largest, center, rstd)
+        through_pool = size[None, :] * dot(pooled.to(DTYPE), Q) + pooled_offset[None, :]
+        for k in tl.static_range(POOL * POOL):
+            offsets, mask = window_offsets(
+                window, k // POOL, k % POOL, channel, valid, C, H, W, POOL, CHANNELS_LAST
+            )
+            x = tl.load(x_ptr + sample + offsets, mask=mask, other=0.0)
+            g = tl.load(grad_ptr + sample + offsets, mask=mask, other=0.0).to(tl.float32)
+            x_hat = standardize(x, center, rstd)
+            if ACT != NONE:
+                before = apply(x_hat, tl.trans(matrix), w, w * beta + offset, DTYPE, True)
+                g = activation_gradient(g, before, slope, ACT)
+            dx = apply(g, matrix, w, f, DTYPE, True) + (size * e)[None, :] * x_hat
+            dx += tl.where(which == k, through_pool, 0.0)
+            tl.store(dx_ptr + sample + offsets, (dx * rstd[None, :]).to(DTYPE), mask=mask)
