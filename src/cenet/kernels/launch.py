@@ -33,11 +33,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
 
 def _kind(argument: Any) -> Any:
     """What Triton compiles a kernel for: type and alignment of a tensor, divisibility of a size."""
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    if isinstance(argument, int):
-        return argument == 1, argument % 16 == 0
-    return argument is None
+    if argument is None or type(argument) is float:
+        return None
+    if type(argument) is int:
+        return -1 if argument == 1 else argument % 16
+    return argument.dtype if argument.data_ptr() % 16 == 0 else (argument.dtype, "unaligned")
 
 
 def empty(device: torch.device, *shape: int) -> Tensor:

@@ -1,5 +1,6 @@
 """How a kernel walks over x: tiles of pixels × channels, and what every kernel does with a tile."""
 
+from functools import cache
 from math import gcd
 from typing import NamedTuple
 
@@ -47,6 +48,7 @@ class Walk(NamedTuple):
         return not (pixels % self.pixels or channels % self.channels or self.channels % group_size)
 
 
+@cache
 def walk(
     n: int, pixels: int, channels: int, group_size: int, programs: int, tile: tuple[int, int, int]
 ) -> Walk:
