@@ -18,8 +18,8 @@ LEVELS = [
     ("functional",),
     ("kernels", "kernels.launch", "kernels.tiles", "kernels.pooling", "kernels.moments")
     + ("kernels.mix", "kernels.mix_backward", "kernels.gate", "kernels.gate_backward")
-    + ("kernels.newton", "kernels.groups", "kernels.groups_backward", "kernels.running")
-    + ("kernels.layer", "ops"),
+    + ("kernels.newton", "kernels.statistics", "kernels.decorrelation", "kernels.between")
+    + ("kernels.between_backward", "kernels.running", "kernels.layer", "ops"),
     (
         "nn.running",
         "nn.norms",

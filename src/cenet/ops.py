@@ -11,7 +11,7 @@ business of `functional`; `backend` chooses.
 Arguments of norm_ce: x (N, C, H, W); the residual added before the activation; γ and β of the norm;
 statistics, where `mode` says RUNNING; the gate; λ's logit and α; for norm, decorrelation and
 reweighting ABSENT, BATCH or RUNNING; constants of the block; an activation of `ACTIVATIONS` with
-LeakyReLU's slope or ELU's α. `kernels.groups` and `kernels.gate` say what the results are.
+LeakyReLU's slope or ELU's α. `kernels.statistics` and `kernels.gate` say what the results are.
 """
 
 import os
@@ -155,7 +155,7 @@ def _norm_ce_backward(
 ) -> tuple[Tensor, ...]:
     from cenet.kernels import layer
     from cenet.kernels.gate import GateState
-    from cenet.kernels.groups import Statistics
+    from cenet.kernels.statistics import Statistics
 
     gate, saved, constants = args[:GATE], args[GATE : GATE + 7], args[GATE + 7 :]
     running = (None,) * 4
@@ -175,7 +175,7 @@ def _norm_ce_backward(
 def _block_and_settings(*args: Any) -> tuple[Any, Any]:
     from cenet.kernels import layer
     from cenet.kernels.gate import GateWeights
-    from cenet.kernels.groups import Mode
+    from cenet.kernels.statistics import Mode
 
     *tensors, w1, norm_weight, norm_bias, w2, mix_logit, blend = args[: TENSORS - 2]
     mode, *constants = args[TENSORS - 2 :]

@@ -82,7 +82,9 @@ def load_vector(ptr, index, size):
 
 
 @triton.jit
-def _hidden_kernel(
+def hidden_layer(
+    row,
+    column,
     var_ptr,  # (N, C)
     values_ptr,  # (8, C), or None
     w1_ptr,  # (H, C)
@@ -101,8 +103,9 @@ def _hidden_kernel(
     BW: tl.constexpr,
     BK: tl.constexpr,
 ):
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    h = tl.program_id(1) * BW + tl.arange(0, BW)
+    """z = u W1ᵀ for a block of samples and a block of units."""
+    n = row * BN + tl.arange(0, BN)
+    h = column * BW + tl.arange(0, BW)
     if s_ptr is not None:
         part = tl.arange(0, GP)
         s = tl.sum(tl.load(s_ptr + part, mask=part < G, other=0.0)) / N / C
@@ -119,8 +122,28 @@ def _hidden_kernel(
         total += dot(u, tl.trans(load_block(w1_ptr, h, c, H, C)))
     store_block(hidden_ptr, n, h, N, H, total)
     if inv_std_ptr is not None:
-        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        if (row == 0) & (column == 0):
             tl.store(inv_std_ptr, r)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _hidden_kernel(
+    var_ptr,  # (N, C)
+    w1_ptr,  # (H, C)
+    inv_std_ptr,  # ()
+    hidden_ptr,  # (N, H)
+    N,
+    C,
+    H,
+    factor,
+    BN: tl.constexpr,
+    BW: tl.constexpr,
+    BK: tl.constexpr,
+):
+    hidden_layer(
+        tl.program_id(0), tl.program_id(1), var_ptr, None, w1_ptr, None, inv_std_ptr, None,
+        hidden_ptr, N, C, H, 0, 0.0, factor, 16, BN, BW, BK,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -186,35 +209,22 @@ def _gate_kernel(
 
 
 def gate_forward(
-    var: Tensor,
-    values: Tensor,
+    hidden: Tensor,
     weights: GateWeights,
-    s_parts: Tensor | None,
-    running_inv_std: Tensor | None,
+    inv_std: Tensor,
     mix_logit: Tensor | None,
     blend: Tensor | None,
-    eps: float,
-) -> GateState:
-    """w_n from the instance variances (N, C) and the norm's scale in `values`.
-
-    s^{-1/2} comes from the parts of Σ σ̃², or is the running one.
-    """
-    n, channels = var.shape
-    units = weights.w1.shape[0]
-    hidden, inv_std = var.new_empty(n, units), var.new_empty(())
-    gates = var.new_empty(2, n, channels)
-    groups = 0 if s_parts is None else len(s_parts)
-    launch(
-        _hidden_kernel, (ceil_div(n, ROWS), ceil_div(units, WIDTH)),
-        var, values, weights.w1, s_parts, running_inv_std, inv_std, hidden, n, channels, units,
-        groups, eps, 1.0, GP=power_of_2(max(groups, 1)), **tile(channels),
-    )  # fmt: skip
+) -> Tensor:
+    """gate and w_n (2, N, C), from the hidden layer that `between` has made."""
+    n, units = hidden.shape
+    channels = weights.w2.shape[0]
+    gates = hidden.new_empty(2, n, channels)
     launch(
         _gate_kernel, (ceil_div(n, ROWS), ceil_div(channels, WIDTH)),
         hidden, weights.norm_weight, weights.norm_bias, weights.w2, inv_std, mix_logit, blend,
         None, None, *gates, n, channels, units, GATE_NORM_EPS, **tile(units),
     )  # fmt: skip
-    return GateState(hidden, gates, inv_std)
+    return gates
 
 
 def folded_gate(
@@ -234,8 +244,7 @@ def folded_gate(
     hidden, w = square.new_empty(n, units), torch.empty_like(square)
     launch(
         _hidden_kernel, (ceil_div(n, ROWS), ceil_div(units, WIDTH)),
-        square, None, weights.w1, None, inv_std, None, hidden, n, channels, units, 0, 0.0,
-        1 / pixels, GP=16, **tile(channels),
+        square, weights.w1, inv_std, hidden, n, channels, units, 1 / pixels, **tile(channels),
     )  # fmt: skip
     launch(
         _gate_kernel, (ceil_div(n, ROWS), ceil_div(channels, WIDTH)),

@@ -1,6 +1,7 @@
-"""Backward of the instance gate."""
+"""Backward of the instance gate in three steps: hidden layer, variances, weights.
 
-from typing import NamedTuple
+The first and the last are jobs of a program, put into kernels by `between_backward`.
+"""
 
 import torch
 import triton
@@ -9,9 +10,7 @@ from torch import Tensor
 
 from cenet.functional import GATE_NORM_EPS
 from cenet.kernels.gate import (
-    DEPTH,
     ROWS,
-    WARPS,
     WIDTH,
     GateState,
     GateWeights,
@@ -24,16 +23,8 @@ from cenet.kernels.gate import (
     tile,
 )
 from cenet.kernels.launch import launch
-from cenet.kernels.tiles import ceil_div, dot, power_of_2
-
-
-class GateGradient(NamedTuple):
-    """Gradients on their way to the variances and to the gate's own weights."""
-
-    u: Tensor  # (N, C)
-    scalars: Tensor  # (blocks, 2): Σ gw·gate and Σ gu·σ̃², in parts
-    rows: Tensor  # (4, N, H): h, standardized z, gradient of relu's argument, gradient of z
-    logit: Tensor  # (N, C), gradient of the sigmoid's argument
+from cenet.kernels.mix_backward import Sums
+from cenet.kernels.tiles import ceil_div, dot
 
 
 @triton.jit
@@ -57,7 +48,9 @@ def _load_grad_w(grad_d_ptr, grad_c_ptr, values_ptr, n, c, N, C, splits):
 
 
 @triton.jit
-def _hidden_backward_kernel(
+def hidden_backward(
+    row,
+    column,
     grad_d_ptr,  # (N·splits, C)
     grad_c_ptr,  # (N·splits, C)
     values_ptr,  # (8, C)
@@ -76,8 +69,9 @@ def _hidden_backward_kernel(
     BW: tl.constexpr,
     BK: tl.constexpr,
 ):
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    h = tl.program_id(1) * BW + tl.arange(0, BW)
+    """Gradient of h for a block of samples and a block of units."""
+    n = row * BN + tl.arange(0, BN)
+    h = column * BW + tl.arange(0, BW)
     share = load_blend(blend_ptr) * (1 - load_lambda(mix_logit_ptr, 0.0)) * tl.load(inv_std_ptr)
     total = tl.zeros((BN, BW), tl.float32)
     for start in range(0, C, BK):
@@ -86,7 +80,7 @@ def _hidden_backward_kernel(
         gate = load_block(gate_ptr, n, c, N, C)
         grad_logit = share * grad_w * gate * (1 - gate)
         total += dot(grad_logit, load_block(w2_ptr, c, h, C, H))
-        if tl.program_id(1) == 0:
+        if column == 0:
             store_block(grad_logit_ptr, n, c, N, C, grad_logit)
     store_block(grad_hidden_ptr, n, h, N, H, total)
 
@@ -115,7 +109,7 @@ def _variance_backward_kernel(
     grad_c_ptr,  # (N·splits, C)
     values_ptr,  # (8, C)
     grad_u_ptr,  # (N, C)
-    scalars_ptr,  # (blocks, 2)
+    scalars_ptr,  # (blocks, 3)
     norm_ptr,  # (N, H), h
     standard_ptr,  # (N, H), standardized z
     grad_norm_ptr,  # (N, H), gradient of relu's argument
@@ -159,15 +153,28 @@ def _variance_backward_kernel(
     store_block(grad_u_ptr, n, c, N, C, grad_u)
     scale = load_vector(values_ptr + 7 * C, c, C)[None, :]
     grad_w = _load_grad_w(grad_d_ptr, grad_c_ptr, values_ptr, n, c, N, C, splits)
-    block = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * 2
+    block = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * 3
     tl.store(scalars_ptr + block, tl.sum(grad_w * load_block(gate_ptr, n, c, N, C)))
     tl.store(
         scalars_ptr + block + 1, tl.sum(grad_u * load_block(var_ptr, n, c, N, C) * scale * scale)
     )
+    tl.store(scalars_ptr + block + 2, tl.sum(grad_w))
 
 
 @triton.jit
-def _weights_backward_kernel(
+def sum_of_scalars(scalars_ptr, which, blocks):
+    """Sum of one of the three columns of (blocks, 3)."""
+    total = 0.0
+    for start in range(0, blocks, 256):
+        block = start + tl.arange(0, 256)
+        total += tl.sum(tl.load(scalars_ptr + block * 3 + which, mask=block < blocks, other=0.0))
+    return total
+
+
+@triton.jit
+def weights_backward(
+    row,
+    column,
     norm_ptr,  # (N, H)
     standard_ptr,  # (N, H)
     grad_norm_ptr,  # (N, H)
@@ -178,8 +185,8 @@ def _weights_backward_kernel(
     inv_std_ptr,  # ()
     mix_logit_ptr,  # (), or None
     blend_ptr,  # (), or None
-    scalars_ptr,  # (blocks, 2)
-    group_scalars_ptr,  # (G, 2): <W, gM> and Σ gw
+    scalars_ptr,  # (blocks, 3)
+    group_scalars_ptr,  # (G, 2): <W, gM> is the first, or None
     grad_w1_ptr,  # (H, C)
     grad_norm_weight_ptr,  # (H,)
     grad_norm_bias_ptr,  # (H,)
@@ -195,8 +202,9 @@ def _weights_backward_kernel(
     BW: tl.constexpr,
     BK: tl.constexpr,
 ):
-    h = tl.program_id(0) * BW + tl.arange(0, BW)
-    c = tl.program_id(1) * BW + tl.arange(0, BW)
+    """Gradients of the gate's weights for a block of units and channels; the first does λ and α."""
+    h = row * BW + tl.arange(0, BW)
+    c = column * BW + tl.arange(0, BW)
     r = tl.load(inv_std_ptr)
     scale = load_vector(values_ptr + 7 * C, c, C) * r
     grad_w1 = tl.zeros((BW, BW), tl.float32)
@@ -209,19 +217,21 @@ def _weights_backward_kernel(
         grad_w1 = dot(tl.trans(load_block(grad_z_ptr, n, h, N, H)), u, grad_w1)
         grad_logit = tl.trans(load_block(grad_logit_ptr, n, c, N, C))
         grad_w2 = dot(grad_logit, load_block(norm_ptr, n, h, N, H), grad_w2)
-        if tl.program_id(1) == 0:
+        if column == 0:
             grad = load_block(grad_norm_ptr, n, h, N, H)
             grad_norm_weight += grad * load_block(standard_ptr, n, h, N, H)
             grad_norm_bias += grad
     store_block(grad_w1_ptr, h, c, H, C, grad_w1)
     store_block(grad_w2_ptr, c, h, C, H, grad_w2)
-    if tl.program_id(1) == 0:
+    if column == 0:
         tl.store(grad_norm_weight_ptr + h, tl.sum(grad_norm_weight, 0), mask=h < H)
         tl.store(grad_norm_bias_ptr + h, tl.sum(grad_norm_bias, 0), mask=h < H)
-    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        group = tl.arange(0, GP)
-        through_W = tl.sum(tl.load(group_scalars_ptr + group * 2, mask=group < G, other=0.0))
-        through_w = tl.sum(tl.load(group_scalars_ptr + group * 2 + 1, mask=group < G, other=0.0))
+    if (row == 0) & (column == 0):
+        through_W = 0.0
+        if group_scalars_ptr is not None:
+            group = tl.arange(0, GP)
+            through_W = tl.sum(tl.load(group_scalars_ptr + group * 2, mask=group < G, other=0.0))
+        through_w = sum_of_scalars(scalars_ptr, 2, blocks)
         gated = r * sum_of_scalars(scalars_ptr, 0, blocks)
         lam = load_lambda(mix_logit_ptr, 0.0)
         blend = load_blend(blend_ptr)
@@ -231,70 +241,24 @@ def _weights_backward_kernel(
             tl.store(grad_blend_ptr, lam * through_W + (1 - lam) * gated - through_w)
 
 
-@triton.jit
-def sum_of_scalars(scalars_ptr, which, blocks):
-    """Sum of one of the two columns of (blocks, 2)."""
-    total = 0.0
-    for start in range(0, blocks, 256):
-        block = start + tl.arange(0, 256)
-        total += tl.sum(tl.load(scalars_ptr + block * 2 + which, mask=block < blocks, other=0.0))
-    return total
-
-
-def gate_backward(
-    grad_d: Tensor,
-    grad_c: Tensor,
-    splits: int,
+def variance_backward(
+    sums: Sums,
+    grad_hidden: Tensor,
     var: Tensor,
     values: Tensor,
     weights: GateWeights,
     state: GateState,
-    mix_logit: Tensor | None,
-    blend: Tensor | None,
-) -> GateGradient:
-    """Gradients of the variances and of what the gate's weights were multiplied with."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradient of u, parts of three sums, and what the gradients of the weights are made of."""
     n, channels = var.shape
     units = weights.w1.shape[0]
-    grad_logit, grad_u = var.new_empty(2, n, channels)
-    grad_hidden, rows = var.new_empty(n, units), var.new_empty(4, n, units)
+    grad_u, rows = torch.empty_like(var), var.new_empty(4, n, units)
     grid = (ceil_div(n, ROWS), ceil_div(channels, WIDTH))
-    scalars = var.new_empty(grid[0] * grid[1], 2)
-    launch(
-        _hidden_backward_kernel, (ceil_div(n, ROWS), ceil_div(units, WIDTH)),
-        grad_d, grad_c, values, state.gates[0], weights.w2, state.inv_std, mix_logit, blend,
-        grad_logit, grad_hidden, n, channels, units, splits, **tile(channels),
-    )  # fmt: skip
+    scalars = var.new_empty(grid[0] * grid[1], 3)
     launch(
         _variance_backward_kernel, grid,
         state.hidden, grad_hidden, weights.norm_weight, weights.norm_bias, weights.w1, var,
-        state.gates[0], grad_d, grad_c, values, grad_u, scalars, *rows, n, channels,
-        units, splits, GATE_NORM_EPS, **tile(units),
+        state.gates[0], sums.d, sums.c, values, grad_u, scalars, *rows, n, channels, units,
+        sums.splits, GATE_NORM_EPS, **tile(units),
     )  # fmt: skip
-    return GateGradient(grad_u, scalars, rows, grad_logit)
-
-
-def gate_weights_backward(
-    grad: GateGradient,
-    group_scalars: Tensor,
-    var: Tensor,
-    values: Tensor,
-    weights: GateWeights,
-    state: GateState,
-    mix_logit: Tensor | None,
-    blend: Tensor | None,
-) -> tuple[GateWeights, Tensor | None, Tensor | None]:
-    """Gradients of the gate's weights, of the logit of λ and of α."""
-    n, channels = var.shape
-    units = weights.w1.shape[0]
-    grads = GateWeights(*(torch.empty_like(weight) for weight in weights))
-    grad_mix_logit = None if mix_logit is None else torch.empty_like(mix_logit)
-    grad_blend = None if blend is None else torch.empty_like(blend)
-    groups = len(group_scalars)
-    launch(
-        _weights_backward_kernel, (ceil_div(units, WIDTH), ceil_div(channels, WIDTH)),
-        *grad.rows, grad.logit, var, values, state.inv_std, mix_logit, blend, grad.scalars,
-        group_scalars, *grads, grad_mix_logit, grad_blend, n, channels, units, groups,
-        len(grad.scalars), GP=power_of_2(groups), BW=WIDTH, BK=power_of_2(min(n, DEPTH)),
-        num_warps=WARPS,
-    )  # fmt: skip
-    return grads, grad_mix_logit, grad_blend
+    return grad_u, scalars, rows

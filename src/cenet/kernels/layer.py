@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from cenet.kernels import mix, mix_backward
+from cenet.kernels.between import between
+from cenet.kernels.between_backward import between_backward
 from cenet.kernels.gate import GateState, GateWeights, folded_gate, gate_forward
-from cenet.kernels.gate_backward import gate_backward, gate_weights_backward
-from cenet.kernels.groups import ABSENT, BATCH, Mode, Statistics, groups_forward
-from cenet.kernels.groups_backward import groups_backward
 from cenet.kernels.moments import measure
+from cenet.kernels.statistics import ABSENT, BATCH, Mode, Statistics, statistics
 from cenet.kernels.tiles import is_channels_last
 
 
@@ -70,7 +70,7 @@ def forward(
     if BATCH in mode or mode.ir != ABSENT:
         gram = mode.bd == BATCH
         parts = measure(x, settings.group_size, gram=gram, pool=settings.pool, weight=block.weight)
-    found, s_parts = groups_forward(
+    found, s_parts = statistics(
         parts,
         x.shape,
         settings.group_size,
@@ -79,26 +79,32 @@ def forward(
         bias=block.bias,
         running_mean=block.running_mean,
         running_var=block.running_var,
-        inv_sqrt=block.inv_sqrt,
-        mix_logit=block.mix_logit,
-        blend=block.blend,
         norm_eps=settings.norm_eps,
         steps=settings.steps,
-        pool=settings.pool,
         device=x.device,
     )
     gate = None
-    if block.gate is not None:
-        gate = gate_forward(
-            found.instances[1],
-            found.values,
-            block.gate,
-            s_parts if mode.ir == BATCH else None,
-            block.inv_std,
-            block.mix_logit,
-            block.blend,
-            settings.eps,
+    if mode.bd != ABSENT or mode.ir != ABSENT:
+        made = between(
+            found,
+            s_parts,
+            parts,
+            x.shape,
+            settings.group_size,
+            mode,
+            inv_sqrt=block.inv_sqrt,
+            inv_std=block.inv_std,
+            gate=block.gate,
+            mix_logit=block.mix_logit,
+            blend=block.blend,
+            eps=settings.eps,
+            steps=settings.steps,
+            pool=settings.pool,
         )
+        if block.gate is not None and made is not None:
+            hidden, inv_std = made
+            gates = gate_forward(hidden, block.gate, inv_std, block.mix_logit, block.blend)
+            gate = GateState(hidden, gates, inv_std)
     saved = Saved(found, gate)
     mapping = _map(saved, block, settings, x.shape)
     return mix.forward(x, mapping, None if residual is None else like(residual, x)), saved
@@ -118,39 +124,24 @@ def backward(
     mode, found, gate = settings.mode, saved.found, saved.gate
     mapping = _map(saved, block, settings, x.shape)
     sums = mix_backward.reduce(x, grad, mapping, y)
-    gate_grad = None
-    scalars = {"mix_logit": block.mix_logit, "blend": block.blend}
-    if block.gate is not None and gate is not None:
-        gate_grad = gate_backward(
-            sums.d, sums.c, sums.splits, found.instances[1], found.values, block.gate, gate,
-            **scalars,
-        )  # fmt: skip
-    groups = groups_backward(
+    small = between_backward(
         sums,
         x.shape,
         mapping,
         mode,
         found,
+        block.gate,
         gate,
-        gate_grad,
-        **scalars,
+        mix_logit=block.mix_logit,
+        blend=block.blend,
         steps=settings.steps,
         pool=settings.pool,
         half=x.dtype == torch.float16,
     )
     grad = grad if sums.masked is None else sums.masked
     masked = sums.masked is not None
-    dx = mix_backward.backward(x, grad, mapping, groups.through, pool=settings.pool, masked=masked)
-    weights = grad_mix_logit = grad_blend = None
-    if block.gate is not None and gate is not None and gate_grad is not None:
-        weights, grad_mix_logit, grad_blend = gate_weights_backward(
-            gate_grad, groups.scalars, found.instances[1], found.values, block.gate, gate,
-            **scalars,
-        )  # fmt: skip
-    elif block.blend is not None:
-        through_W, through_w = groups.scalars.sum(0)
-        grad_blend = (through_W - through_w).to(block.blend.dtype)
-    return Gradients(dx, grad, groups.gamma, groups.beta, weights, grad_mix_logit, grad_blend)
+    dx = mix_backward.backward(x, grad, mapping, small.through, pool=settings.pool, masked=masked)
+    return Gradients(dx, grad, *small[1:])
 
 
 def folded(

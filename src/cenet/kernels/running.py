@@ -107,7 +107,7 @@ def average_(
     Args:
         norm: running mean and variance of the norm, and its count; None leaves them out.
         bd, ir: running value and count of the two branches, likewise.
-        values: as in `groups.Statistics`.
+        values: as in `statistics.Statistics`.
         batch_inv_sqrt, batch_inv_std: values of this batch.
         correction: from the biased variance to the one that is kept.
         momenta: of norm, BD and IR; negative to weigh all batches alike.

@@ -1,4 +1,8 @@
-"""Between the two passes, one program per group: parts → statistics → Newton → the map."""
+"""The first step between the two passes, one program per group: parts → statistics of the norm.
+
+The parts are put together as the law of total variance says: what varies inside them, and what
+varies between their means.
+"""
 
 from typing import NamedTuple
 
@@ -7,11 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cenet.functional import RIDGE, RIDGE_FLOOR
-from cenet.kernels.gate import load_blend, load_lambda
 from cenet.kernels.launch import empty, launch
 from cenet.kernels.moments import Parts
-from cenet.kernels.newton import newton
 from cenet.kernels.tiles import ceil_div, dot, power_of_2
 
 ROWS = 128  # samples a program looks at together
@@ -20,8 +21,6 @@ GRAMS = 64  # Gram matrices of 16 × 16 a program adds at a time
 ABSENT, BATCH, RUNNING = 0, 1, 2
 IS_BATCH = tl.constexpr(BATCH)
 IS_RUNNING = tl.constexpr(RUNNING)
-RELATIVE_RIDGE = tl.constexpr(RIDGE)
-LEAST_RIDGE = tl.constexpr(RIDGE_FLOOR)
 
 
 class Mode(NamedTuple):
@@ -33,7 +32,7 @@ class Mode(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """What `groups_forward` makes of the parts. What the mode has no use for is empty."""
+    """What is known of x between the passes. What the mode has no use for is empty."""
 
     # center, rstd, γ, β and offset of the map; batch variance; mean of pooled x̂; scale = γ · rstd
     values: Tensor  # (8, C)
@@ -57,7 +56,7 @@ def _part_pixels(part, splits, split_pixels, L):
 
 
 @triton.jit
-def _mean_of_parts(
+def mean_of_parts(
     ptr, channel, valid, parts, splits, split_pixels, L, C, KP: tl.constexpr, BN: tl.constexpr
 ):
     """Mean over all parts, weighed by their pixels, taken around the first so as not to cancel."""
@@ -71,57 +70,27 @@ def _mean_of_parts(
     return pivot + total / (tl.cast(parts // splits, tl.float32) * L)
 
 
-@triton.jit
-def sum_of_grams(ptr, group, rows, C, G, K: tl.constexpr, KP: tl.constexpr, BR: tl.constexpr):
-    """Sum over programs of a group's (K, K) matrix, as (KP, KP)."""
-    entry = tl.arange(0, KP * KP)
-    i, j = entry // KP, entry % KP
-    size = tl.minimum(C - group * K, K)
-    inside = (i < size) & (j < size)
-    total = tl.zeros((KP * KP,), tl.float32)
-    for start in range(0, rows, BR):
-        row = start + tl.arange(0, BR)
-        offsets = (row[:, None].to(tl.int64) * G + group) * K * K + (i * K + j)[None, :]
-        mask = (row < rows)[:, None] & inside[None, :]
-        total += tl.sum(tl.load(ptr + offsets, mask=mask, other=0.0), 0)
-    return tl.reshape(total, (KP, KP))
-
-
-@triton.jit
-def _forward_kernel(
+@triton.jit(do_not_specialize=["N", "L", "splits", "split_pixels"])
+def _statistics_kernel(
     mean_ptr,  # (N·splits, C), or None
     square_ptr,  # (N·splits, C)
-    pooled_mean_ptr,  # (N, C), or None
-    gram_ptr,  # (rows, G, K, K), or None
     weight_ptr,  # (C,), or None
     bias_ptr,  # (C,), or None
     running_mean_ptr,  # (C,), or None
     running_var_ptr,  # (C,), or None
-    running_inv_sqrt_ptr,  # (G, K, K), or None
-    mix_logit_ptr,  # (), or None
-    blend_ptr,  # (), or None
     values_ptr,  # (8, C)
-    out_mean_ptr,  # (N, C)
-    out_var_ptr,  # (N, C)
+    instances_ptr,  # (2, N, C)
     s_ptr,  # (G,)
-    inv_sqrt_ptr,  # (G, K, K)
-    P_ptr,  # (G, K, K)
-    cov_ptr,  # (G, K, K)
-    iterates_ptr,  # (G, 3·steps, K, K)
+    between_ptr,  # (G, K, K), or None
     N,
     C,
     L,
-    G,
-    windows,
-    rows,
     splits,
     split_pixels,
     norm_eps,
     K: tl.constexpr,
     KP: tl.constexpr,
     BN: tl.constexpr,
-    BR: tl.constexpr,
-    STEPS: tl.constexpr,
     NORM: tl.constexpr,
     BD: tl.constexpr,
     IR: tl.constexpr,
@@ -144,7 +113,7 @@ def _forward_kernel(
     if NORM == IS_RUNNING:
         center = tl.load(running_mean_ptr + channel, mask=valid, other=0.0).to(tl.float32)
     elif (NORM == IS_BATCH) or (BD == IS_BATCH) or (IR == IS_BATCH):
-        center = _mean_of_parts(mean_ptr, channel, valid, parts, splits, split_pixels, L, C, KP, BN)
+        center = mean_of_parts(mean_ptr, channel, valid, parts, splits, split_pixels, L, C, KP, BN)
     # within the parts and between them, per channel and for the group; instance moments
     squares = tl.zeros((KP,), tl.float32)
     instances = tl.zeros((KP,), tl.float32)
@@ -164,7 +133,7 @@ def _forward_kernel(
                 instance_mean += apart * (weight / L)
                 instance_square += square
                 squares += tl.sum(square + weight * apart * apart, 0)
-                if (BD == IS_BATCH) and (pooled_mean_ptr is None):
+                if between_ptr is not None:
                     between += dot(tl.trans(apart * weight), apart)
             if IR > 0:
                 if splits > 1:
@@ -175,8 +144,9 @@ def _forward_kernel(
                         apart = tl.where(mask, mean - center[None, :] - instance_mean, 0.0)
                         instance_square += weight * apart * apart
                 offsets = n[:, None].to(tl.int64) * C + channel[None, :]
-                tl.store(out_mean_ptr + offsets, instance_mean, mask=mask)
-                tl.store(out_var_ptr + offsets, instance_square / L, mask=mask)
+                tl.store(instances_ptr + offsets, instance_mean, mask=mask)
+                offsets += tl.cast(N, tl.int64) * C
+                tl.store(instances_ptr + offsets, instance_square / L, mask=mask)
                 instances += tl.sum(instance_square / L, 0)
     var = squares / pixels
     rstd = tl.where(valid, 1.0, 0.0)
@@ -189,59 +159,21 @@ def _forward_kernel(
     scale = gamma * rstd
     if IR == IS_BATCH:
         tl.store(s_ptr + group, tl.sum(instances * scale * scale))
-
-    # decorrelation
-    offset = tl.zeros((KP,), tl.float32)
-    pooled = tl.zeros((KP,), tl.float32)
-    if BD > 0:
+    if between_ptr is not None:
         i, j = place[:, None], place[None, :]
-        inside = valid[:, None] & valid[None, :]
-        whole = (i < K) & (j < K)
-        eye = tl.where(i == j, 1.0, 0.0)
-        offsets = i * K + j
-        matrix = group.to(tl.int64) * K * K + offsets
-        if BD == IS_BATCH:
-            cov = sum_of_grams(gram_ptr, group, rows, C, G, K, KP, BR)
-            if pooled_mean_ptr is not None:
-                pooled = _mean_of_parts(pooled_mean_ptr, channel, valid, N, 1, L, L, C, KP, BN)
-                for start in range(0, N, BN):
-                    n = start + tl.arange(0, BN)
-                    mean, mask = load_rows(pooled_mean_ptr, n, channel, valid, N, C)
-                    apart = tl.where(mask, mean - pooled[None, :], 0.0)
-                    between += dot(tl.trans(apart), apart)
-                cov = (cov / windows + between) / N
-                pooled = (pooled - center) * rstd
-            else:
-                cov = (cov + between) / pixels
-            cov = tl.where(inside, cov * rstd[:, None] * rstd[None, :], 0.0)
-            tl.store(cov_ptr + matrix, cov, mask=whole)
-            sigma = cov * gamma[:, None] * gamma[None, :]
-            trace = tl.sum(tl.sum(sigma * eye, 0))
-            channels = tl.sum(tl.where(valid, 1.0, 0.0))
-            sigma += tl.where(inside, eye * (RELATIVE_RIDGE * trace / channels + LEAST_RIDGE), 0.0)
-            trace = tl.sum(tl.sum(sigma * eye, 0))
-            iterates = iterates_ptr + group.to(tl.int64) * 3 * STEPS * K * K
-            W = newton(sigma / trace, iterates, whole, offsets, STEPS, K)
-            W = tl.where(inside, W, eye)
-            tl.store(inv_sqrt_ptr + matrix, W, mask=whole)
-        else:
-            W = tl.load(running_inv_sqrt_ptr + matrix, mask=whole, other=0.0).to(tl.float32)
-            tl.store(inv_sqrt_ptr + matrix, W, mask=whole)
-        W = load_blend(blend_ptr) * load_lambda(mix_logit_ptr, 1.0) * W
-        tl.store(P_ptr + matrix, W * gamma[None, :], mask=whole)
-        offset = tl.sum(W * beta[None, :], 1)
-
+        offsets = group.to(tl.int64) * K * K + i * K + j
+        tl.store(between_ptr + offsets, between, mask=(i < K) & (j < K))
     tl.store(values_ptr + channel, center, mask=valid)
     tl.store(values_ptr + C + channel, rstd, mask=valid)
     tl.store(values_ptr + 2 * C + channel, gamma, mask=valid)
     tl.store(values_ptr + 3 * C + channel, beta, mask=valid)
-    tl.store(values_ptr + 4 * C + channel, offset, mask=valid)
     tl.store(values_ptr + 5 * C + channel, var, mask=valid)
-    tl.store(values_ptr + 6 * C + channel, pooled, mask=valid)
     tl.store(values_ptr + 7 * C + channel, scale, mask=valid)
+    if BD == 0:
+        tl.store(values_ptr + 4 * C + channel, tl.zeros((KP,), tl.float32), mask=valid)
 
 
-def groups_forward(
+def statistics(
     parts: Parts | None,
     shape: torch.Size,
     group_size: int,
@@ -251,17 +183,14 @@ def groups_forward(
     bias: Tensor | None,
     running_mean: Tensor | None,
     running_var: Tensor | None,
-    inv_sqrt: Tensor | None,
-    mix_logit: Tensor | None,
-    blend: Tensor | None,
     norm_eps: float,
     steps: int,
-    pool: int,
     device: torch.device,
 ) -> tuple[Statistics, Tensor]:
-    """Statistics and map from the parts of the measuring pass (None if nothing is measured).
+    """Statistics from the parts of the measuring pass (None if nothing is measured).
 
-    The second result is Σ σ̃² of each group, (G,), for the gate.
+    `between` fills in matrices and iterates; until then the last matrix holds what varies between
+    the parts. The second result is Σ σ̃² of each group, (G,), for the gate.
     """
     n, channels, height, width = shape
     groups = ceil_div(channels, group_size)
@@ -274,14 +203,14 @@ def groups_forward(
     )
     s_parts = empty(device, groups)
     found = parts or Parts(None, None, None, None, 1, height * width)
+    between = out.matrices[2] if mode.bd == BATCH and found.pooled_mean is None else None
+    constants = group_constants(group_size, mode)
+    del constants["BR"]
     launch(
-        _forward_kernel, (groups,),
-        found.mean, found.square, found.pooled_mean, found.gram, weight, bias, running_mean,
-        running_var, inv_sqrt, mix_logit, blend, out.values, *out.instances, s_parts, *out.matrices,
-        out.iterates, n, channels, height * width, groups,
-        ceil_div(height, pool) * ceil_div(width, pool),
-        0 if found.gram is None else len(found.gram), found.splits, found.split_pixels, norm_eps,
-        STEPS=steps, **group_constants(group_size, mode),
+        _statistics_kernel, (groups,),
+        found.mean, found.square, weight, bias, running_mean, running_var, out.values,
+        out.instances, s_parts, between, n, channels, height * width, found.splits,
+        found.split_pixels, norm_eps, **constants,
     )  # fmt: skip
     return out, s_parts
 
