@@ -123,7 +123,7 @@ _library.define(
 _library.define(
     "average_(Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? norm_count, "
     "Tensor(d!)? inv_sqrt, Tensor(e!)? bd_count, Tensor(f!)? inv_std, Tensor(g!)? ir_count, "
-    "Tensor values, Tensor batch_inv_sqrt, Tensor batch_inv_std, float correction, "
+    "Tensor values, Tensor batch_inv_sqrt, Tensor batch_inv_std, SymInt count, "
     "float[] momenta) -> ()"
 )
 _library.define(

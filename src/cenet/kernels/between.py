@@ -19,7 +19,8 @@ from cenet.kernels.tiles import ceil_div, power_of_2
 @triton.jit(do_not_specialize=["N", "L", "groups", "windows", "rows", "columns"])
 def _between_kernel(
     gram_ptr,  # (rows, G, K, K), or None
-    pooled_mean_ptr,  # (N, C), or None
+    pivot_ptr,  # (N, C), if pooled
+    pooled_rest_ptr,  # (N, C), or None
     running_inv_sqrt_ptr,  # (G, K, K), or None
     mix_logit_ptr,  # (), or None
     blend_ptr,  # (), or None
@@ -59,9 +60,9 @@ def _between_kernel(
         first = groups
         if program < groups:
             decorrelate(
-                program, gram_ptr, pooled_mean_ptr, running_inv_sqrt_ptr, mix_logit_ptr, blend_ptr,
-                values_ptr, matrices_ptr, iterates_ptr, N, C, L, groups, windows, rows, K, KP, BN,
-                BR, STEPS, BD,
+                program, gram_ptr, pivot_ptr, pooled_rest_ptr, running_inv_sqrt_ptr, mix_logit_ptr,
+                blend_ptr, values_ptr, matrices_ptr, iterates_ptr, N, C, L, groups, windows, rows,
+                K, KP, BN, BR, STEPS, BD,
             )  # fmt: skip
     if IR > 0:
         if program >= first:
@@ -101,10 +102,12 @@ def between(
     columns = ceil_div(units, WIDTH)
     programs = groups if mode.bd != ABSENT else 0
     programs += ceil_div(n, ROWS) * columns
-    gram = None if parts is None else parts.gram
+    gram = pivot = pooled = None
+    if parts is not None:
+        gram, pivot, pooled = parts.gram, parts.pivot, parts.pooled_rest
     launch(
         _between_kernel, (programs,),
-        gram, None if parts is None else parts.pooled_mean, inv_sqrt, mix_logit, blend,
+        gram, pivot, pooled, inv_sqrt, mix_logit, blend,
         found.values, found.matrices, found.iterates, None if gate is None else found.instances[1],
         None if gate is None else gate.w1, s_parts if mode.ir == BATCH else None, inv_std,
         batch_inv_std, hidden, n, channels, height * width, units, groups,

@@ -9,7 +9,7 @@ import triton.language as tl
 from cenet.functional import RIDGE, RIDGE_FLOOR
 from cenet.kernels.gate import load_blend, load_lambda
 from cenet.kernels.newton import newton, newton_backward
-from cenet.kernels.statistics import IS_BATCH, load_rows, mean_of_parts
+from cenet.kernels.statistics import IS_BATCH, load_apart, load_rows, mean_apart
 from cenet.kernels.tiles import dot
 
 RELATIVE_RIDGE = tl.constexpr(RIDGE)
@@ -45,7 +45,8 @@ def sum_of_splits(ptr, n, channel, valid, N, C, splits):
 def decorrelate(
     group,
     gram_ptr,  # (rows, G, K, K), or None
-    pooled_mean_ptr,  # (N, C), or None
+    pivot_ptr,  # (N, C), if pooled
+    pooled_rest_ptr,  # (N, C), or None
     running_inv_sqrt_ptr,  # (G, K, K), or None
     mix_logit_ptr,  # (), or None
     blend_ptr,  # (), or None
@@ -82,16 +83,21 @@ def decorrelate(
     matrix = group.to(tl.int64) * K * K + offsets
     if BD == IS_BATCH:
         cov = sum_of_grams(gram_ptr, group, rows, C, G, K, KP, BR)
-        if pooled_mean_ptr is not None:
-            pooled = mean_of_parts(pooled_mean_ptr, channel, valid, N, 1, L, L, C, KP, BN)
+        if pooled_rest_ptr is not None:
+            origin = tl.load(pivot_ptr + channel, mask=valid, other=0.0)
+            middle = mean_apart(
+                pivot_ptr, pooled_rest_ptr, origin, channel, valid, N, 1, L, L, C, KP, BN
+            )
             between = tl.zeros((KP, KP), tl.float32)
             for start in range(0, N, BN):
                 n = start + tl.arange(0, BN)
-                mean, mask = load_rows(pooled_mean_ptr, n, channel, valid, N, C)
-                apart = tl.where(mask, mean - pooled[None, :], 0.0)
+                apart, mask = load_apart(
+                    pivot_ptr, pooled_rest_ptr, n, origin, channel, valid, N, C
+                )
+                apart = tl.where(mask, apart - middle[None, :], 0.0)
                 between += dot(tl.trans(apart), apart)
             cov = (cov / windows + between) / N
-            pooled = (pooled - center) * rstd
+            pooled = ((origin - center) + middle) * rstd
             tl.store(values_ptr + 6 * C + channel, pooled, mask=valid)
         else:
             between = tl.load(matrices_ptr + 2 * size + matrix, mask=whole, other=0.0)

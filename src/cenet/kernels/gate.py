@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cenet.functional import GATE_NORM_EPS
 from cenet.kernels.launch import launch
-from cenet.kernels.tiles import ceil_div, dot, power_of_2
+from cenet.kernels.tiles import at_least_0, ceil_div, dot, power_of_2
 
 # a program takes ROWS samples and WIDTH columns of the result, and adds up DEPTH terms at a time
 ROWS = 16
@@ -193,8 +193,7 @@ def _gate_kernel(
             z * load_vector(norm_weight_ptr, h, H)[None, :]
             + load_vector(norm_bias_ptr, h, H)[None, :]
         )
-        norm = tl.maximum(norm, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        total += dot(norm, tl.trans(load_block(w2_ptr, c, h, C, H)))
+        total += dot(at_least_0(norm), tl.trans(load_block(w2_ptr, c, h, C, H)))
     gate = tl.sigmoid(total)
     if share_ptr is None:
         share = load_blend(blend_ptr) * (1 - load_lambda(mix_logit_ptr, 0.0))

@@ -30,6 +30,7 @@ from cenet.kernels.tiles import (
     is_channels_last,
     load_channel_values,
     load_matrix,
+    round_to,
     load_tile,
     standardize,
     store_tile,
@@ -85,7 +86,7 @@ def _forward_kernel(
     matrix = tl.zeros((BC, BC), DTYPE)
     if DENSE:
         fixed = load_matrix(P_ptr, channel[None, :], channel[:, None], valid, K)  # Pᵀ
-        matrix = (fixed + diagonal(w * gamma, BC)).to(DTYPE)
+        matrix = round_to(fixed + diagonal(w * gamma, BC), DTYPE)
     begin = row % splits * tiles * BL
     end = tl.minimum(begin + tiles * BL, L)
     for start in range(begin, end, BL):

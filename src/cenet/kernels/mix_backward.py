@@ -28,6 +28,7 @@ from cenet.kernels.tiles import (
     load_tile,
     matrix_offsets,
     power_of_2,
+    round_to,
     same_group,
     standardize,
     store_tile,
@@ -53,6 +54,9 @@ class StatisticsGradient(NamedTuple):
     e: Tensor  # (N, C), divided by `size`
     f: Tensor  # (N, C)
     size: Tensor  # (G,)
+    grad_mean: (
+        Tensor  # (C,): subtracted from g, which keeps its rounding from adding up; f makes up
+    )
     pooled_offset: Tensor | None  # (C,): Q is applied to pooled x̂, and this is added
 
 
@@ -97,7 +101,7 @@ def _reduce_kernel(
     matrix = tl.zeros((BC, BC), DTYPE)
     if DENSE:
         fixed = load_matrix(P_ptr, channel[None, :], channel[:, None], valid, K)  # Pᵀ
-        matrix = (fixed + diagonal(w * gamma, BC)).to(DTYPE)
+        matrix = round_to(fixed + diagonal(w * gamma, BC), DTYPE)
     # with a matrix the tensor cores take every sum, else they are taken at the end
     products = tl.zeros((BC if DENSE else BL, BC), tl.float32)
     sums = tl.zeros((16 if DENSE else BL, BC), tl.float32)
@@ -109,6 +113,9 @@ def _reduce_kernel(
         x = load_tile(x_ptr, offsets, inside, FULL)
         grad = load_tile(grad_ptr, offsets, inside, FULL).to(tl.float32)
         x_hat = standardize(x, center, rstd)
+        if not FULL:
+            # what is outside may be too large for its dtype, and is multiplied with 0
+            x_hat = tl.where(inside, x_hat, 0.0)
         if y_ptr is not None:
             y = load_tile(y_ptr, offsets, inside, FULL).to(tl.float32)
             g = activation_gradient_from_output(grad, y, slope, ACT)
@@ -119,8 +126,8 @@ def _reduce_kernel(
         else:
             g = grad
         if DENSE:
-            products = dot(tl.trans(g.to(DTYPE)), x_hat.to(DTYPE), products)
-            sums = dot(tl.full((16, BL), 1.0, DTYPE), g.to(DTYPE), sums)
+            products = dot(tl.trans(round_to(g, DTYPE)), round_to(x_hat, DTYPE), products)
+            sums = dot(tl.full((16, BL), 1.0, DTYPE), round_to(g, DTYPE), sums)
         else:
             products += g * x_hat
             sums += g
@@ -148,6 +155,7 @@ def _backward_kernel(
     e_ptr,  # (N, C)
     f_ptr,  # (N, C)
     size_ptr,  # (G,)
+    grad_mean_ptr,  # (C,)
     N,
     C,
     L,
@@ -172,6 +180,7 @@ def _backward_kernel(
     center, rstd, gamma, beta, offset = load_channel_values(values_ptr, channel, valid, C)
     i, j = channel[:, None], channel[None, :]
     size = tl.load(size_ptr + channel // K, mask=valid, other=1.0)
+    grad_mean = tl.load(grad_mean_ptr + channel, mask=valid, other=0.0)
     n = tl.cast(row // splits, tl.int64)
     w = tl.zeros((BC,), tl.float32)
     if w_ptr is not None:
@@ -180,10 +189,10 @@ def _backward_kernel(
     f = tl.load(f_ptr + n * C + channel, mask=valid, other=0.0)
     matrix = tl.zeros((BC, BC), DTYPE)
     if DENSE:
-        matrix = (load_matrix(P_ptr, i, j, valid, K) + diagonal(w * gamma, BC)).to(DTYPE)
+        matrix = round_to(load_matrix(P_ptr, i, j, valid, K) + diagonal(w * gamma, BC), DTYPE)
     statistics = tl.zeros((BC, BC), DTYPE)
     if Q_ptr is not None:
-        statistics = (load_matrix(Q_ptr, i, j, valid, K) + diagonal(e, BC)).to(DTYPE)
+        statistics = round_to(load_matrix(Q_ptr, i, j, valid, K) + diagonal(e, BC), DTYPE)
     begin = row % splits * tiles * BL
     end = tl.minimum(begin + tiles * BL, L)
     for start in range(begin, end, BL):
@@ -195,13 +204,14 @@ def _backward_kernel(
         if ACT != NONE:
             before = apply(x_hat, tl.trans(matrix), w * gamma, w * beta + offset, DTYPE, DENSE)
             g = activation_gradient(g, before, slope, ACT)
+        g -= grad_mean[None, :]
         if Q_ptr is None:
             dx = apply(g, matrix, w * gamma, f, DTYPE, DENSE) + (size * e)[None, :] * x_hat
         else:
-            dx = dot(x_hat.to(DTYPE), statistics)
+            dx = dot(round_to(x_hat, DTYPE), statistics)
             if SCALE:
                 dx = dx * size[None, :]
-            dx = dot(g.to(DTYPE), matrix, dx) + f[None, :]
+            dx = dot(round_to(g, DTYPE), matrix, dx) + f[None, :]
         store_tile(dx_ptr, offsets, dx * rstd[None, :], inside, FULL)
 
 
@@ -260,7 +270,8 @@ def backward(
     cut = walked or map_walk(x, mapping)
     launch(
         _backward_kernel, grid(x, mapping, cut),
-        x, grad, dx, *pointers(mapping), through.Q, through.e, through.f, through.size, *sizes(x),
+        x, grad, dx, *pointers(mapping), through.Q, through.e, through.f, through.size,
+        through.grad_mean, *sizes(x),
         mapping.slope, *cuts(x, cut), **tile_constants(x, mapping, cut), ACT=act,
         SCALE=x.dtype == torch.float16,
     )  # fmt: skip
@@ -286,8 +297,8 @@ def _launch_pooled(
     launch(
         backward_pooled_kernel, grid,
         x, grad, dx, *pointers(mapping), through.Q, through.e, through.f, through.size,
-        through.pooled_offset, channels, height, width, mapping.slope, rows, **fixed, ACT=act,
-        POOL=pool,
+        through.grad_mean, through.pooled_offset, channels, height, width, mapping.slope, rows,
+        **fixed, ACT=act, POOL=pool,
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from cenet.kernels.pooling import measure_pooled_kernel
 from cenet.kernels.tiles import (
     Walk,
     alignment,
+    at_least_0,
     block_channels,
     ceil_div,
     diagonal_of,
@@ -25,6 +26,7 @@ from cenet.kernels.tiles import (
     matrix_offsets,
     pivot_of,
     power_of_2,
+    round_to,
     same_group,
     tile_offsets,
     walk,
@@ -34,10 +36,14 @@ from cenet.kernels.tiles import (
 class Parts(NamedTuple):
     """What the programs found. A part is a sample, or a split of one."""
 
-    mean: Tensor | None  # (N·splits, C)
-    square: Tensor | None  # (N·splits, C), sum of squares around `mean`
-    gram: Tensor | None  # (rows, G, K, K), sum of products around `mean`, of the pooled x if pooled
-    pooled_mean: Tensor | None  # (N, C)
+    # the mean is their sum: a value near it, and what is left. Sums of squares are around the mean
+    pivot: Tensor | None  # (N·splits, C)
+    rest: Tensor | None  # (N·splits, C)
+    square: Tensor | None  # (N·splits, C)
+    gram: (
+        Tensor | None
+    )  # (rows, G, K, K), sum of products around the mean, of the pooled x if pooled
+    pooled_rest: Tensor | None  # (N, C), of the pooled x
     splits: int
     split_pixels: int
 
@@ -45,7 +51,8 @@ class Parts(NamedTuple):
 @triton.jit
 def _measure_kernel(
     x_ptr,  # (N, C, L) or (N, L, C)
-    mean_ptr,  # (N·splits, C)
+    pivot_ptr,  # (N·splits, C)
+    rest_ptr,  # (N·splits, C)
     square_ptr,  # (N·splits, C)
     gram_ptr,  # (rows, G, K, K)
     C,
@@ -79,7 +86,7 @@ def _measure_kernel(
         centered = tl.where(inside, x.to(tl.float32) - pivot[None, :], 0.0)
         if GRAM:
             # the difference of two float16 may not fit float16; its half does
-            operand = (centered * HALF).to(x.dtype)
+            operand = round_to(centered * HALF, x.dtype)
             sums = dot(tl.full((16, BL), 1.0, x.dtype), operand, sums)
             products = dot(tl.trans(operand), operand, products)
         else:
@@ -93,8 +100,9 @@ def _measure_kernel(
         square = tl.sum(products, 0)
     rest = sum_ / (end - begin)
     part = tl.cast(row, tl.int64) * C + channel
-    tl.store(mean_ptr + part, pivot + rest, mask=valid)
-    tl.store(square_ptr + part, tl.maximum(square - sum_ * rest, 0.0), mask=valid)
+    tl.store(pivot_ptr + part, pivot, mask=valid)
+    tl.store(rest_ptr + part, rest, mask=valid)
+    tl.store(square_ptr + part, at_least_0(square - sum_ * rest), mask=valid)
     if GRAM:
         i, j = channel[:, None], channel[None, :]
         gram = products / (HALF * HALF) - sum_[:, None] * rest[None, :]
@@ -128,27 +136,28 @@ def measure(
     cut = walked or measure_walk(x, group_size, gram=gram, pool=pool)
     cut = cut._replace(splits=1) if whole else cut
     half = 0.5 if x.dtype == torch.float16 else 1.0
-    parts = empty(x.device, 2, n * cut.splits, channels)
+    pivot, rest, square = empty(x.device, 3, n * cut.splits, channels)
     grams = empty(x.device, cut.rows(n) if gram else 0, groups, group_size, group_size)
     grid = (cut.rows(n) * cut.blocks(channels, group_size),)
     shared = {"CHANNELS_LAST": is_channels_last(x), "HALF": half}
     shared |= {"K": group_size, "BL": cut.pixels, "BC": cut.channels}
     options = {"num_warps": cut.warps, "num_stages": cut.stages}
     if gram and pool > 1:
-        pooled_mean = empty(x.device, n, channels)
+        pooled_rest = empty(x.device, n, channels)
         launch(
             measure_pooled_kernel, grid,
-            x, weight, parts[0], parts[1], pooled_mean, grams, channels, height, width, groups,
+            x, weight, pivot, rest, square, pooled_rest, grams, channels, height, width, groups,
             POOL=pool, **shared, **options,
         )  # fmt: skip
-        return Parts(parts[0], parts[1], grams, pooled_mean, 1, pixels)
+        return Parts(pivot, rest, square, grams, pooled_rest, 1, pixels)
     tiles = cut.tiles(pixels)
     launch(
         _measure_kernel, grid,
-        x, parts[0], parts[1], grams, channels, pixels, groups, cut.splits, tiles,
+        x, pivot, rest, square, grams, channels, pixels, groups, cut.splits, tiles,
         ALIGN=alignment(x), GRAM=gram, **shared, **options,
     )  # fmt: skip
-    return Parts(parts[0], parts[1], grams if gram else None, None, cut.splits, tiles * cut.pixels)
+    found = grams if gram else None
+    return Parts(pivot, rest, square, found, None, cut.splits, tiles * cut.pixels)
 
 
 def measure_walk(x: Tensor, group_size: int, *, gram: bool, pool: int) -> Walk:

@@ -10,6 +10,7 @@ from cenet.kernels.tiles import (
     NONE,
     activation_gradient,
     apply,
+    at_least_0,
     block_channels,
     diagonal,
     dot,
@@ -18,6 +19,7 @@ from cenet.kernels.tiles import (
     load_matrix,
     matrix_offsets,
     pivot_of,
+    round_to,
     same_group,
     sign_of,
     standardize,
@@ -53,9 +55,10 @@ def load_pixel_of_window(
 def measure_pooled_kernel(
     x_ptr,  # (N, C, H, W) or (N, H, W, C)
     weight_ptr,  # (C,) whose sign says which way x is pooled, or None
-    mean_ptr,  # (N, C)
+    pivot_ptr,  # (N, C)
+    rest_ptr,  # (N, C)
     square_ptr,  # (N, C)
-    pooled_mean_ptr,  # (N, C)
+    pooled_rest_ptr,  # (N, C)
     gram_ptr,  # (N, G, K, K)
     C,
     H,
@@ -100,7 +103,7 @@ def measure_pooled_kernel(
                 pooled = tl.maximum(pooled, signed, propagate_nan=tl.PropagateNan.ALL)
         mask = (window < windows)[:, None] & valid[None, :]
         pooled = tl.where(mask, pooled * sign[None, :], 0.0)
-        operand = (pooled * HALF).to(x_ptr.dtype.element_ty)
+        operand = round_to(pooled * HALF, x_ptr.dtype.element_ty)
         pooled_sums += dot(tl.full((16, BL), 1.0, operand.dtype), operand)
         products += dot(tl.trans(operand), operand)
     part = n * C + channel
@@ -108,9 +111,10 @@ def measure_pooled_kernel(
     squares = tl.sum(squares, 0)
     pooled_sums = first_row(pooled_sums) / HALF
     products = products / (HALF * HALF)
-    tl.store(mean_ptr + part, pivot + sums / L, mask=valid)
-    tl.store(square_ptr + part, tl.maximum(squares - sums * (sums / L), 0.0), mask=valid)
-    tl.store(pooled_mean_ptr + part, pivot + pooled_sums / windows, mask=valid)
+    tl.store(pivot_ptr + part, pivot, mask=valid)
+    tl.store(rest_ptr + part, sums / L, mask=valid)
+    tl.store(square_ptr + part, at_least_0(squares - sums * (sums / L)), mask=valid)
+    tl.store(pooled_rest_ptr + part, pooled_sums / windows, mask=valid)
     i, j = channel[:, None], channel[None, :]
     gram = products - pooled_sums[:, None] * (pooled_sums / windows)[None, :]
     offsets = n * G * K * K + matrix_offsets(i, j, K)
@@ -129,6 +133,7 @@ def backward_pooled_kernel(
     e_ptr,  # (N, C)
     f_ptr,  # (N, C)
     size_ptr,  # (G,)
+    grad_mean_ptr,  # (C,)
     pooled_offset_ptr,  # (C,)
     C,
     H,
@@ -157,9 +162,10 @@ def backward_pooled_kernel(
     e = tl.load(e_ptr + n * C + channel, mask=valid, other=0.0)
     f = tl.load(f_ptr + n * C + channel, mask=valid, other=0.0)
     size = tl.load(size_ptr + channel // K, mask=valid, other=1.0)
+    grad_mean = tl.load(grad_mean_ptr + channel, mask=valid, other=0.0)
     pooled_offset = tl.load(pooled_offset_ptr + channel, mask=valid, other=0.0)
-    matrix = (load_matrix(P_ptr, i, j, valid, K) + diagonal(w * gamma, BC)).to(DTYPE)
-    Q = load_matrix(Q_ptr, i, j, valid, K).to(DTYPE)
+    matrix = round_to(load_matrix(P_ptr, i, j, valid, K) + diagonal(w * gamma, BC), DTYPE)
+    Q = round_to(load_matrix(Q_ptr, i, j, valid, K), DTYPE)
     sign = sign_of(gamma)
     sample = n * C * H * W
     for start in range(program // blocks % rows * BL, windows, rows * BL):
@@ -177,7 +183,7 @@ def backward_pooled_kernel(
         inside = (window < windows)[:, None] & valid[None, :]
         largest = tl.where(inside, largest * sign[None, :], 0.0)
         pooled = standardize(largest, center, rstd)
-        through_pool = size[None, :] * dot(pooled.to(DTYPE), Q) + pooled_offset[None, :]
+        through_pool = size[None, :] * dot(round_to(pooled, DTYPE), Q) + pooled_offset[None, :]
         for k in tl.static_range(POOL * POOL):
             offsets, mask = window_offsets(
                 window, k // POOL, k % POOL, channel, valid, C, H, W, POOL, CHANNELS_LAST
@@ -188,6 +194,9 @@ def backward_pooled_kernel(
             if ACT != NONE:
                 before = apply(x_hat, tl.trans(matrix), w, w * beta + offset, DTYPE, True)
                 g = activation_gradient(g, before, slope, ACT)
-            dx = apply(g, matrix, w, f, DTYPE, True) + (size * e)[None, :] * x_hat
+            dx = (
+                apply(g - grad_mean[None, :], matrix, w, f, DTYPE, True)
+                + (size * e)[None, :] * x_hat
+            )
             dx += tl.where(which == k, through_pool, 0.0)
-            tl.store(dx_ptr + sample + offsets, (dx * rstd[None, :]).to(DTYPE), mask=mask)
+            tl.store(dx_ptr + sample + offsets, round_to(dx * rstd[None, :], DTYPE), mask=mask)

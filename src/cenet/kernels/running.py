@@ -13,22 +13,24 @@ from cenet.kernels.launch import launch
 
 
 @triton.jit
-def _is_finite(ptr, size, positive, BLOCK: tl.constexpr):
-    """1 if every value is finite (and positive, if asked), else 0."""
-    bad = tl.zeros((BLOCK,), tl.int32)
+def _is_finite(ptr, running_ptr, size, factor, POSITIVE: tl.constexpr, BLOCK: tl.constexpr):
+    """1 if every value is finite (and positive, if asked) in the dtype of the average, else 0."""
+    fine = tl.full((BLOCK,), 1, tl.int32)
     for start in range(0, size, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        value = tl.load(ptr + i, mask=i < size, other=1.0)
-        fine = (tl.abs(value) < float("inf")) & ((value > 0) | (not positive))
-        bad += tl.where(fine, 0, 1)
-    return tl.where(tl.sum(bad) == 0, 1, 0)
+        value = tl.load(ptr + i, mask=i < size, other=1.0) * factor
+        value = value.to(running_ptr.dtype.element_ty).to(tl.float32)
+        fine = tl.where(tl.abs(value) < float("inf"), fine, 0)
+        if POSITIVE:
+            fine = tl.where(value > 0, fine, 0)
+    return tl.min(fine)
 
 
 @triton.jit
 def _move(running_ptr, batch_ptr, size, factor, weight, finite, BLOCK: tl.constexpr):
     for start in range(0, size, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        mask = (i < size) & (finite == 1)
+        mask = tl.where(i < size, finite, 0) > 0
         running = tl.load(running_ptr + i, mask=mask, other=0.0).to(tl.float32)
         batch = tl.load(batch_ptr + i, mask=mask, other=0.0) * factor
         moved = running + weight * (batch - running)
@@ -74,20 +76,20 @@ def _average_kernel(
     which = tl.program_id(0)
     if mean_ptr is not None:
         if which == 0:
-            finite = _is_finite(batch_mean_ptr, channels, False, BLOCK)
-            finite *= _is_finite(batch_var_ptr, channels, False, BLOCK)
+            finite = _is_finite(batch_mean_ptr, mean_ptr, channels, 1.0, False, BLOCK)
+            finite *= _is_finite(batch_var_ptr, var_ptr, channels, correction, False, BLOCK)
             weight = _weight(norm_count_ptr, finite, norm_momentum, False)
             _move(mean_ptr, batch_mean_ptr, channels, 1.0, weight, finite, BLOCK)
             _move(var_ptr, batch_var_ptr, channels, correction, weight, finite, BLOCK)
     if inv_sqrt_ptr is not None:
         if which == 1:
-            finite = _is_finite(batch_inv_sqrt_ptr, entries, False, BLOCK)
+            finite = _is_finite(batch_inv_sqrt_ptr, inv_sqrt_ptr, entries, 1.0, False, BLOCK)
             weight = _weight(bd_count_ptr, finite, bd_momentum, True)
             _move(inv_sqrt_ptr, batch_inv_sqrt_ptr, entries, 1.0, weight, finite, BLOCK)
     if inv_std_ptr is not None:
         if which == 2:
             # an overflowing s has the finite inverse root 0, which must not pass for a statistic
-            finite = _is_finite(batch_inv_std_ptr, 1, True, BLOCK)
+            finite = _is_finite(batch_inv_std_ptr, inv_std_ptr, 1, 1.0, True, BLOCK)
             weight = _weight(ir_count_ptr, finite, ir_momentum, True)
             _move(inv_std_ptr, batch_inv_std_ptr, 1, 1.0, weight, finite, BLOCK)
 
@@ -99,7 +101,7 @@ def average_(
     values: Tensor,
     batch_inv_sqrt: Tensor,
     batch_inv_std: Tensor,
-    correction: float,
+    count: int,
     momenta: Sequence[float],
 ) -> None:
     """Move the running values towards those of this batch.
@@ -109,9 +111,10 @@ def average_(
         bd, ir: running value and count of the two branches, likewise.
         values: as in `statistics.Statistics`.
         batch_inv_sqrt, batch_inv_std: values of this batch.
-        correction: from the biased variance to the one that is kept.
+        count: values per channel in this batch, for the unbiased variance.
         momenta: of norm, BD and IR; negative to weigh all batches alike.
     """
+    correction = count / max(count - 1, 1)
     entries = 0 if bd[0] is None else bd[0].numel()
     launch(
         _average_kernel, (3,),

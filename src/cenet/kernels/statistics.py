@@ -34,7 +34,8 @@ class Mode(NamedTuple):
 class Statistics(NamedTuple):
     """What is known of x between the passes. What the mode has no use for is empty."""
 
-    # center, rstd, γ, β and offset of the map; batch variance; mean of pooled x̂; scale = γ · rstd
+    # center, rstd, γ, β and offset of the map; batch variance; mean of x̂, pooled if
+    # its covariance is; scale = γ · rstd
     values: Tensor  # (8, C)
     instances: Tensor  # (2, N, C): mean − center, and variance
     matrices: Tensor  # (3, G, K, K): W, P, and the covariance of x̂
@@ -56,23 +57,34 @@ def _part_pixels(part, splits, split_pixels, L):
 
 
 @triton.jit
-def mean_of_parts(
-    ptr, channel, valid, parts, splits, split_pixels, L, C, KP: tl.constexpr, BN: tl.constexpr
-):
-    """Mean over all parts, weighed by their pixels, taken around the first so as not to cancel."""
-    pivot = tl.load(ptr + channel, mask=valid, other=0.0)
+def load_apart(pivot_ptr, rest_ptr, part, origin, channel, valid, parts, C):
+    """Means of some parts, as they lie apart from `origin`, and where there are any.
+
+    Neither term cancels: pivots are values of x, the rest is small.
+    """
+    pivot, mask = load_rows(pivot_ptr, part, channel, valid, parts, C)
+    rest, _ = load_rows(rest_ptr, part, channel, valid, parts, C)
+    return tl.where(mask, (pivot - origin[None, :]) + rest, 0.0), mask
+
+
+@triton.jit
+def mean_apart(
+    pivot_ptr, rest_ptr, origin, channel, valid, parts, splits, split_pixels, L, C,
+    KP: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Mean over all parts, weighed by their pixels, as it lies apart from `origin`."""
     total = tl.zeros((KP,), tl.float32)
     for start in range(0, parts, BN):
         part = start + tl.arange(0, BN)
-        mean, mask = load_rows(ptr, part, channel, valid, parts, C)
-        pixels = _part_pixels(part, splits, split_pixels, L)
-        total += tl.sum(tl.where(mask, (mean - pivot[None, :]) * pixels[:, None], 0.0), 0)
-    return pivot + total / (tl.cast(parts // splits, tl.float32) * L)
+        apart, _ = load_apart(pivot_ptr, rest_ptr, part, origin, channel, valid, parts, C)
+        total += tl.sum(apart * _part_pixels(part, splits, split_pixels, L)[:, None], 0)
+    return total / (tl.cast(parts // splits, tl.float32) * L)
 
 
 @triton.jit(do_not_specialize=["N", "L", "splits", "split_pixels"])
 def _statistics_kernel(
-    mean_ptr,  # (N·splits, C), or None
+    pivot_ptr,  # (N·splits, C), or None
+    rest_ptr,  # (N·splits, C)
     square_ptr,  # (N·splits, C)
     weight_ptr,  # (C,), or None
     bias_ptr,  # (C,), or None
@@ -109,16 +121,25 @@ def _statistics_kernel(
     # the norm: x̂ = (x − center) · rstd
     parts = N * splits
     pixels = tl.cast(N, tl.float32) * L
-    center = tl.zeros((KP,), tl.float32)
+    # the mean of the batch is origin + middle; x̂ is centered there unless the norm says otherwise
+    origin = tl.zeros((KP,), tl.float32)
+    middle = tl.zeros((KP,), tl.float32)
+    if pivot_ptr is not None:
+        origin = tl.load(pivot_ptr + channel, mask=valid, other=0.0)
+    if (NORM == IS_BATCH) or (BD == IS_BATCH) or (IR == IS_BATCH):
+        middle = mean_apart(
+            pivot_ptr, rest_ptr, origin, channel, valid, parts, splits, split_pixels, L, C, KP, BN
+        )
+        center = origin + middle
+    else:
+        center = tl.zeros((KP,), tl.float32)
     if NORM == IS_RUNNING:
         center = tl.load(running_mean_ptr + channel, mask=valid, other=0.0).to(tl.float32)
-    elif (NORM == IS_BATCH) or (BD == IS_BATCH) or (IR == IS_BATCH):
-        center = mean_of_parts(mean_ptr, channel, valid, parts, splits, split_pixels, L, C, KP, BN)
     # within the parts and between them, per channel and for the group; instance moments
     squares = tl.zeros((KP,), tl.float32)
     instances = tl.zeros((KP,), tl.float32)
     between = tl.zeros((KP, KP), tl.float32)
-    if mean_ptr is not None:
+    if pivot_ptr is not None:
         for start in range(0, N, BN):
             n = start + tl.arange(0, BN)
             mask = (n < N)[:, None] & valid[None, :]
@@ -127,11 +148,11 @@ def _statistics_kernel(
             for split in range(0, splits):
                 part = n * splits + split
                 weight = _part_pixels(part, splits, split_pixels, L)[:, None]
-                mean, _ = load_rows(mean_ptr, part, channel, valid, parts, C)
+                apart, _ = load_apart(pivot_ptr, rest_ptr, part, origin, channel, valid, parts, C)
                 square, _ = load_rows(square_ptr, part, channel, valid, parts, C)
-                apart = tl.where(mask, mean - center[None, :], 0.0)
                 instance_mean += apart * (weight / L)
                 instance_square += square
+                apart = tl.where(mask, apart - middle[None, :], 0.0)
                 squares += tl.sum(square + weight * apart * apart, 0)
                 if between_ptr is not None:
                     between += dot(tl.trans(apart * weight), apart)
@@ -140,10 +161,13 @@ def _statistics_kernel(
                     for split in range(0, splits):
                         part = n * splits + split
                         weight = _part_pixels(part, splits, split_pixels, L)[:, None]
-                        mean, _ = load_rows(mean_ptr, part, channel, valid, parts, C)
-                        apart = tl.where(mask, mean - center[None, :] - instance_mean, 0.0)
+                        apart, _ = load_apart(
+                            pivot_ptr, rest_ptr, part, origin, channel, valid, parts, C
+                        )
+                        apart = tl.where(mask, apart - instance_mean, 0.0)
                         instance_square += weight * apart * apart
                 offsets = n[:, None].to(tl.int64) * C + channel[None, :]
+                instance_mean += (origin - center)[None, :]
                 tl.store(instances_ptr + offsets, instance_mean, mask=mask)
                 offsets += tl.cast(N, tl.int64) * C
                 tl.store(instances_ptr + offsets, instance_square / L, mask=mask)
@@ -168,6 +192,8 @@ def _statistics_kernel(
     tl.store(values_ptr + 2 * C + channel, gamma, mask=valid)
     tl.store(values_ptr + 3 * C + channel, beta, mask=valid)
     tl.store(values_ptr + 5 * C + channel, var, mask=valid)
+    mean = ((origin - center) + middle) * rstd
+    tl.store(values_ptr + 6 * C + channel, mean, mask=valid)
     tl.store(values_ptr + 7 * C + channel, scale, mask=valid)
     if BD == 0:
         tl.store(values_ptr + 4 * C + channel, tl.zeros((KP,), tl.float32), mask=valid)
@@ -202,13 +228,13 @@ def statistics(
         empty(device, groups if mode.bd == BATCH else 0, 3 * steps, *matrix[1:]),
     )
     s_parts = empty(device, groups)
-    found = parts or Parts(None, None, None, None, 1, height * width)
-    between = out.matrices[2] if mode.bd == BATCH and found.pooled_mean is None else None
+    found = parts or Parts(None, None, None, None, None, 1, height * width)
+    between = out.matrices[2] if mode.bd == BATCH and found.pooled_rest is None else None
     constants = group_constants(group_size, mode)
     del constants["BR"]
     launch(
         _statistics_kernel, (groups,),
-        found.mean, found.square, weight, bias, running_mean, running_var, out.values,
+        found.pivot, found.rest, found.square, weight, bias, running_mean, running_var, out.values,
         out.instances, s_parts, between, n, channels, height * width, found.splits,
         found.split_pixels, norm_eps, **constants,
     )  # fmt: skip

@@ -107,6 +107,16 @@ def tile_offsets(
 
 
 @triton.jit
+def round_to(values, DTYPE: tl.constexpr):
+    """float32 values in another dtype, rounded to nearest (the interpreter cuts bfloat16 off)."""
+    if INTERPRETED and DTYPE == tl.bfloat16:
+        bits = values.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        values = bits.to(tl.float32, bitcast=True)
+    return values.to(DTYPE)
+
+
+@triton.jit
 def load_tile(ptr, offsets, inside, FULL: tl.constexpr):
     """A tile in its own dtype, zero outside; FULL tiles have no outside."""
     if FULL:
@@ -119,21 +129,15 @@ def load_tile(ptr, offsets, inside, FULL: tl.constexpr):
 def store_tile(ptr, offsets, values, inside, FULL: tl.constexpr):
     """Write the part of a tile that is inside."""
     if FULL:
-        tl.store(ptr + offsets, values.to(ptr.dtype.element_ty))
+        tl.store(ptr + offsets, round_to(values, ptr.dtype.element_ty))
     else:
-        tl.store(ptr + offsets, values.to(ptr.dtype.element_ty), mask=inside)
+        tl.store(ptr + offsets, round_to(values, ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def standardize(x, center, rstd):
-    """x̂ = (x − center) · rstd for the rows of a tile.
-
-    In half precision as one multiply-add: what cancels there is less than the rounding of x.
-    """
-    if x.dtype == tl.float32:
-        return (x - center[None, :]) * rstd[None, :]
-    else:
-        return x.to(tl.float32) * rstd[None, :] - (center * rstd)[None, :]
+    """x̂ = (x − center) · rstd for the rows of a tile."""
+    return (x.to(tl.float32) - center[None, :]) * rstd[None, :]
 
 
 @triton.jit
@@ -188,12 +192,18 @@ def small_dot(a, b):
 
 
 @triton.jit
+def at_least_0(values):
+    """The larger of a value and 0; a NaN stays."""
+    return tl.maximum(values, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def activate(y, slope, ACT: tl.constexpr):
     """The activation. `slope` is the LeakyReLU's, or the ELU's α."""
     if ACT == NONE:
         return y
     elif ACT == RELU:
-        return tl.maximum(y, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        return at_least_0(y)
     elif ACT == LEAKY_RELU:
         return tl.where(y > 0, y, slope * y)
     else:
@@ -262,7 +272,7 @@ def load_matrix(P_ptr, row, column, valid, K: tl.constexpr):
 def apply(x_hat, matrix, d, c, DTYPE: tl.constexpr, DENSE: tl.constexpr):
     """(matrix or Diag(d)) · x̂ + c, for the rows x̂ of a tile."""
     if DENSE:
-        return dot(x_hat.to(DTYPE), matrix) + c[None, :]
+        return dot(round_to(x_hat, DTYPE), matrix) + c[None, :]
     else:
         return x_hat * d[None, :] + c[None, :]
 

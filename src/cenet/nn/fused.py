@@ -96,13 +96,17 @@ def run(
         name,
         slope,
     )
-    tracked = norm if norm_batch and norm.training and norm.running_mean is not None else None
+    tracked = norm if norm_batch and _tracks(norm) else None
     if (tracked is not None or batch) and not is_recomputation():
         _average_(
             x, tracked, bd if batch else None, ir if batch else None, values, matrices, inv_std
         )
     result: Tensor = y if after is None else after(y)
     return result
+
+
+def _tracks(norm: Any) -> bool:
+    return norm.training and norm.track_running_stats and norm.running_mean is not None
 
 
 @torch.no_grad()
@@ -125,7 +129,7 @@ def _average_(
         values,
         matrices,
         inv_std,
-        count / max(count - 1, 1),
+        count,
         [-1.0 if m is None or m.momentum is None else m.momentum for m in (norm, bd, ir)],
     )
 
