@@ -50,7 +50,7 @@ from cenet import ChannelEquilibrium2d, NormCE2d, ops
 BIG = ((256, 64, 112, 112), (256, 256, 56, 56), (256, 512, 28, 28), (256, 1024, 14, 14))
 # these fit in the L2 cache and stay there: they show launch and small-tensor cost, not bandwidth
 SMALL = ((32, 64, 32, 32), (8, 256, 14, 14))
-GRAPH_ELEMENTS = 2**22
+GRAPH_ELEMENTS = 2**30
 PASSES = {"forward+backward": 8, "graph": 8, "forward": 3, "evaluation": 3}
 LAYOUTS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
 # relative norm errors: of y; of a gradient, looser because the backward may round P and g to half

@@ -35,9 +35,7 @@ GUARD = 64  # elements on either side of an allocation that nobody may write to
 
 
 def tolerance(case: Case) -> float:
-    # the interpreter cuts bfloat16 off where a GPU rounds it: an error of twice the size
-    truncates = case.dtype == torch.bfloat16 and case.device == "cpu"
-    return RTOL[case.dtype] * (2 if truncates else 1)
+    return RTOL[case.dtype]
 
 
 @dataclass(frozen=True)

@@ -59,9 +59,10 @@ def test_one_graph_same_numbers_at_most_two_graphs_over_batch_sizes(name, traini
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("shape", [(4, 24, 6, 7), (16, 64, 2, 2), (8, 32, 16, 16)])
-def test_inductor(device, training, shape):
+def test_inductor(device, training, shape, monkeypatch):
     """The compiled network in float32 against the eager one in float64."""
     torch.manual_seed(0)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # of the convolutions
     channels = shape[1]
     block = NormCE2d(nn.BatchNorm2d(channels), ChannelEquilibrium2d(channels), nn.ReLU())
     block = nn.Sequential(nn.Conv2d(channels, channels, 1), block, nn.Conv2d(channels, 8, 1))

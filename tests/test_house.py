@@ -16,10 +16,12 @@ SOURCE = ROOT / "src" / "cenet"
 # a module may import from its own level's earlier names and from lower levels, never upwards
 LEVELS = [
     ("functional",),
-    ("kernels", "kernels.launch", "kernels.tiles", "kernels.pooling", "kernels.moments")
-    + ("kernels.mix", "kernels.mix_backward", "kernels.gate", "kernels.gate_backward")
-    + ("kernels.newton", "kernels.statistics", "kernels.decorrelation", "kernels.between")
-    + ("kernels.between_backward", "kernels.running", "kernels.layer", "ops"),
+    (
+        *("kernels", "kernels.launch", "kernels.tiles", "kernels.pooling", "kernels.moments"),
+        *("kernels.mix", "kernels.mix_backward", "kernels.gate", "kernels.gate_backward"),
+        *("kernels.newton", "kernels.statistics", "kernels.decorrelation", "kernels.between"),
+        *("kernels.between_backward", "kernels.running", "kernels.layer", "ops"),
+    ),
     (
         "nn.running",
         "nn.norms",

@@ -17,7 +17,6 @@ from _kernels import (
     interpreted,
     measured,
     run_average_,
-    tolerance,
     upstream_of,
 )
 from cenet.nn.running import average_
@@ -73,6 +72,7 @@ def launch(index, rotation, shape, device="cpu"):
         layout=LAYOUTS[(index // 3 + rotation) % 2],
         act=ACTS[(index + 2 * rotation) % 4],
         residual=(index // 2 + rotation) % 2 == 1,
+        group_size=64 if slow and channels == 2048 else 16,
         device=device,
     )
 
@@ -96,9 +96,7 @@ on_shapes_there = [
 
 @pytest.mark.parametrize("case", [*on_shapes_here, *on_shapes_there], ids=str)
 def test_shapes(case):
-    # three standardized values: what is left of their gradient is small against what was rounded
-    few = case.n * case.height * case.width == 3 and case.dtype in HALF
-    check(case, 4 * tolerance(case) if few else None)
+    check(case)
 
 
 BASE = Launch()
@@ -109,6 +107,8 @@ VARIATIONS = [
     *(BASE.but(act=a, residual=r) for a in ACTS for r in (False, True)),
     BASE.but(layer="ir", residual=True, act="leaky_relu", layout="channels_last"),
     *(BASE.but(steps=t) for t in (1, 5)),
+    # only the ridge of a ragged group keeps it from being singular
+    BASE.but(steps=7, n=1, channels=18, height=1, width=2, norm="none", layer="bd", act="none"),
     BASE.but(group_size=5, layout="channels_last"),
     BASE.but(group_size=64, channels=100, height=9, width=9),
     *(BASE.but(channels=c, group_size=c) for c in (1, 3, 12)),
@@ -185,7 +185,7 @@ def test_input_that_is_not_aligned(dtype, channels_last):
     assert kernels.x.data_ptr() % 16
     y, saved = kernels.forward()
     expected, _ = Kernels(reference).forward()
-    assert_close("y", y, expected.double(), 1e-6 if dtype == torch.float32 else 1e-3)
+    assert_close("y", y, expected.double(), RTOL[dtype])
     dx = kernels.backward(upstream_of(y), y, saved)["x"]
     assert dx.isfinite().all()
 
@@ -233,7 +233,7 @@ def test_block_survives_large_offsets(offset, device):
 @pytest.mark.parametrize(
     ("device", "dtype"),
     [
-        pytest.param("cpu", torch.float16, marks=interpreted),  # bfloat16 is not rounded there
+        *(pytest.param("cpu", dtype, marks=interpreted) for dtype in HALF),
         *(pytest.param("cuda", dtype, marks=pytest.mark.gpu) for dtype in HALF),
     ],
 )
@@ -290,6 +290,7 @@ def test_repeats_are_equal_bit_for_bit(case, device):
 
 
 @each_device
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, about the bad values
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("momenta", [(0.1, 0.1, 0.1), (None, None, None), (0.0, 1.0, 0.3)])
 @pytest.mark.parametrize("parts", ["norm+bd+ir", "norm", "bd", "ir"])

@@ -48,13 +48,14 @@ def images(n=3, c=24, h=3, w=5, seed=0, device="cpu", dtype=torch.float32):
     return torch.randn(n, c, h, w, generator=generator).add(0.3).to(device, dtype)
 
 
-def gradients(module, x, residual=None):
-    """y and every gradient of its square's mean."""
-    x = x.detach().clone().requires_grad_()
+def gradients(module, x, residual=None, run=None):
+    """y and every gradient of its square's mean; `run` is the module, compiled."""
+    given = [t.detach().clone().requires_grad_() for t in (x, residual) if t is not None]
     module.zero_grad()
-    y = module(x) if residual is None else module(x, residual)
+    y = (module if run is None else run)(*given)
     y.float().square().mean().backward()
-    return {"y": y.detach(), "x": x.grad} | {k: p.grad for k, p in module.named_parameters()}
+    leaves = dict(zip(("x", "residual"), given, strict=False)) | dict(module.named_parameters())
+    return {"y": y.detach()} | {name: leaf.grad for name, leaf in leaves.items()}
 
 
 def assert_same(own, other, rtol):
@@ -66,11 +67,11 @@ def assert_same(own, other, rtol):
 # the choice
 
 
-@pytest.mark.parametrize("layer", [block(), ChannelEquilibrium2d(24), BatchDecorrelation2d(24)])
-def test_asking_for_the_kernels_on_the_cpu_names_reason_and_fix(layer):
+@pytest.mark.parametrize("make", [block, ChannelEquilibrium2d, BatchDecorrelation2d])
+def test_asking_for_the_kernels_on_the_cpu_names_reason_and_fix(make):
     wanted = r'"triton" was asked for, but the kernels run on CUDA tensors, not on cpu; .*"auto"'
     with ops.backend("triton"), pytest.raises(RuntimeError, match=wanted):
-        layer(images())
+        make(24)(images())
 
 
 def test_an_unknown_backend_is_named():
@@ -120,7 +121,6 @@ def test_what_the_kernels_cannot_do_is_named_and_left_to_the_plain_path():
     for x, module, reason in (
         (images(device="cuda").double(), block().double(), "not in torch.float64"),
         (images(device="cuda", c=80), block(80, group_size=80), "group_size=80 is more than 64"),
-        (images(device="cuda", n=0), block(), "the batch is empty"),
         (images(device="cuda"), block().double(), "a parameter is not in"),
     ):
         module = module.cuda().eval()
@@ -132,22 +132,17 @@ def test_what_the_kernels_cannot_do_is_named_and_left_to_the_plain_path():
 # the residual
 
 
-@pytest.mark.parametrize("act", [nn.ReLU, nn.SiLU, lambda: None])
-@pytest.mark.parametrize("make", [block, lambda **kw: NormCE2d(nn.GroupNorm(2, 24), **gn(kw))])
-def test_a_residual_is_added_before_the_activation(make, act):
-    module = make(act=act)
+@pytest.mark.parametrize("act", [nn.ReLU, nn.SiLU, nn.Identity])
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(24), nn.GroupNorm(2, 24)], ids=["bn", "gn"])
+def test_a_residual_is_added_before_the_activation(norm, act):
+    module = NormCE2d(copy.deepcopy(norm), ChannelEquilibrium2d(24), act())
     plain = copy.deepcopy(module)
     plain.act = None
     x, residual = images(), images(seed=1)
-    expected = plain(x) + residual
-    expected = expected if module.act is None else module.act(expected)
+    expected = module.act(plain(x) + residual)
     assert torch.equal(module(x, residual), expected)
     module.ce.register_forward_hook(lambda *_: None)
     assert_close("hooked", module(x, residual=residual), expected, 1e-6)
-
-
-def gn(kwargs):
-    return {"ce": ChannelEquilibrium2d(24), "act": kwargs["act"]()}
 
 
 @pytest.mark.parametrize("shape", [(3, 24, 3, 4), (1, 24, 3, 5), (3, 1, 1, 1)])
@@ -426,24 +421,17 @@ def test_compiled_blocks_are_one_graph_and_two_over_batch_sizes(name, device):
     with kernels_on(device):
         for seed, n in enumerate((3, 2, 5, 4)):
             x = images(n, seed=seed, device=device)
-            assert_same(compiled_gradients(compiled, module, x), gradients(eager, x), 1e-6)
+            assert_same(gradients(module, x, run=compiled), gradients(eager, x), 1e-6)
     assert counter.frame_count <= 2
     assert_same(dict(module.named_buffers()), dict(eager.named_buffers()), 1e-6)
-
-
-def compiled_gradients(compiled, module, x):
-    x = x.detach().clone().requires_grad_()
-    module.zero_grad()
-    y = compiled(x)
-    y.float().square().mean().backward()
-    return {"y": y.detach(), "x": x.grad} | {k: p.grad for k, p in module.named_parameters()}
 
 
 @gpu
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_inductor_around_the_kernels(training, dtype):
+def test_inductor_around_the_kernels(training, dtype, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     torch.manual_seed(0)
     parts = [nn.Conv2d(24, 32, 3, padding=1), block(32), nn.Conv2d(32, 8, 1)]
     eager = nn.Sequential(*parts).cuda().train(training)
@@ -451,7 +439,7 @@ def test_inductor_around_the_kernels(training, dtype):
     compiled = torch.compile(module, fullgraph=True)
     x = images(8, h=14, w=14, device="cuda").contiguous(memory_format=torch.channels_last)
     with ops.backend("triton"), torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
-        actual = compiled_gradients(compiled, module, x)
+        actual = gradients(module, x, run=compiled)
         expected = gradients(eager, x)
     del actual["0.bias"], expected["0.bias"]  # zero behind a batch norm
     assert_same(actual, expected, 1e-4 if dtype == torch.float32 else 2e-2)
@@ -614,7 +602,8 @@ def losses(model, device, steps, batch, size, dtype):
         pytest.param("cuda", 32, torch.bfloat16, 1e-2, marks=gpu),
     ],
 )
-def test_training_follows_the_plain_path(device, steps, dtype, rtol):
+def test_training_follows_the_plain_path(device, steps, dtype, rtol, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     torch.manual_seed(0)
     own = Network().to(device)
     plain = copy.deepcopy(own)
@@ -624,19 +613,19 @@ def test_training_follows_the_plain_path(device, steps, dtype, rtol):
     with ops.backend("torch"):
         expected = losses(plain, device, steps, batch, size, dtype)
     assert ((actual - expected).abs() <= rtol * expected.abs()).all(), (actual, expected)
-    assert steps < 32 or expected[-1] < 0.5 * expected[0]
+    assert steps < 32 or expected[-1] < 0.7 * expected[0]
 
 
-@gpu
-@pytest.mark.parametrize("ce", [ChannelEquilibrium2d, InstanceReweighting2d])
-@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
-def test_folded_networks_match_the_plain_path(ce, dtype):
-    model = nn.Sequential(nn.Conv2d(3, 24, 3, padding=1), block(24, ce=ce)).cuda()
-    x = images(8, 3, 14, 14, device="cuda")
+@each_device
+@pytest.mark.parametrize("ce", [ChannelEquilibrium2d, BatchDecorrelation2d, InstanceReweighting2d])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+def test_folded_networks_match_the_plain_path(ce, dtype, device):
+    model = nn.Sequential(nn.Conv2d(3, 24, 3, padding=1), block(24, ce=ce)).to(device)
+    x = images(3, 3, 5, 5, device=device)
     with ops.backend("torch"), torch.no_grad():
         model(x)
         folded = fold_ce(model.eval())
         expected = folded(x)
-    with ops.backend("triton"), torch.no_grad():
+    with kernels_on(device), torch.no_grad():
         actual = folded.to(dtype)(x.to(dtype))
     assert_close("y", actual, expected.double(), {torch.float32: 1e-5}.get(dtype, 2e-2))

@@ -94,7 +94,8 @@ def _why_not(x: Tensor, tensors: Sequence[Tensor | None], group_size: int) -> st
         return f"group_size={group_size} is more than {LARGEST_GROUP}"
     if x.numel() == 0:
         return "the batch is empty"
-    if torch.compiler.is_exporting():
+    # torch.compiler.is_exporting() is true under torch.compile too in some releases
+    if getattr(torch.compiler, "_is_exporting_flag", False):
         return "an exported program must not depend on them"
     return None
 

@@ -149,7 +149,6 @@ def _finish_group(
     e_ptr,  # (N, C)
     f_ptr,  # (N, C)
     size_ptr,  # (G,)
-    grad_mean_ptr,  # (C,)
     grad_gamma_ptr,  # (C,)
     grad_beta_ptr,  # (C,)
     scalars_ptr,  # (G, 2): Σ gw is the second
@@ -214,14 +213,9 @@ def _finish_group(
 
     size = 0.0
     centering = tl.zeros((KP,), tl.float32)
-    grad_mean = grad_c_sum / pixels
-    tl.store(grad_mean_ptr + channel, grad_mean, mask=valid)
-    through_P = tl.zeros((KP,), tl.float32)  # Pᵀ · grad_mean
     if BD > 0:
         grad_gamma += tl.load(affine_ptr + channel, mask=valid, other=0.0)
-        through_P = tl.load(affine_ptr + C + channel, mask=valid, other=0.0)
-        grad_beta += through_P
-        through_P = gamma * through_P / pixels
+        grad_beta += tl.load(affine_ptr + C + channel, mask=valid, other=0.0)
     if BD == IS_BATCH:
         i, j = place[:, None], place[None, :]
         whole = (i < K) & (j < K)
@@ -254,10 +248,7 @@ def _finish_group(
         e, mask = _variance_gradient(
             grad_u_ptr, n, channel, valid, gamma, r2, through_s, N, C, L, KP, BN, IR
         )
-        f = (through_P - mean_grad - centering)[None, :]
-        if w_ptr is not None:
-            w, _ = load_rows(w_ptr, n, channel, valid, N, C)
-            f += w * (gamma * grad_mean)[None, :]
+        f = -(mean_grad + centering)[None, :]
         if IR > 0:
             f -= e * rstd[None, :] * load_rows(instances_ptr, n, channel, valid, N, C)[0]
         rows_offset = n[:, None].to(tl.int64) * C + channel[None, :]
@@ -289,7 +280,6 @@ def _last_kernel(
     e_ptr,  # (N, C)
     f_ptr,  # (N, C)
     size_ptr,  # (G,)
-    grad_mean_ptr,  # (C,)
     grad_gamma_ptr,  # (C,)
     grad_beta_ptr,  # (C,)
     scalars_ptr,  # (G, 2)
@@ -326,7 +316,7 @@ def _last_kernel(
         _finish_group(
             program, grad_d_ptr, grad_c_ptr, grad_u_ptr, gate_scalars_ptr, values_ptr,
             instances_ptr, w_ptr, inv_std_ptr, mix_logit_ptr, blend_ptr, affine_ptr, Q_ptr, e_ptr,
-            f_ptr, size_ptr, grad_mean_ptr, grad_gamma_ptr, grad_beta_ptr, scalars_ptr, N, C, L,
+            f_ptr, size_ptr, grad_gamma_ptr, grad_beta_ptr, scalars_ptr, N, C, L,
             splits, blocks, K, KP, BN, NORM, BD, IR, SCALE, POOLED,
         )  # fmt: skip
     if IR > 0:
@@ -388,22 +378,22 @@ def between_backward(
     grad_mix_logit = None if mix_logit is None else torch.empty_like(mix_logit)
     grad_blend = None if blend is None else torch.empty_like(blend)
     e, f = empty(device, 2, n, channels)
-    size, grad_mean = empty(device, groups), empty(device, channels)
-    gamma, beta = empty(device, channels), empty(device, channels)
+    size, gamma, beta = empty(device, groups), empty(device, channels), empty(device, channels)
     columns = ceil_div(channels, WIDTH)
     constants = group_constants(group_size, mode)
     del constants["BR"]
     launch(
         _last_kernel, (groups + ceil_div(units, WIDTH) * columns,),
         sums.d, sums.c, grad_u, gate_scalars, found.values, found.instances, mapping.w,
-        state and state.inv_std, mix_logit, blend, affine, Q, e, f, size, grad_mean, gamma, beta,
+        state and state.inv_std, mix_logit, blend, affine, Q, e, f, size, gamma, beta,
         scalars, gate_rows, grad_logit, *(grads or (None,) * 4), grad_mix_logit, grad_blend, n,
-        channels, pixels, units, groups, sums.splits, 0 if gate_scalars is None else len(gate_scalars),
-        columns, SCALE=half, POOLED=pooled_offset is not None, GP=power_of_2(groups), GATE_BW=WIDTH,
+        channels, pixels, units, groups, sums.splits,
+        0 if gate_scalars is None else len(gate_scalars), columns,
+        SCALE=half, POOLED=pooled_offset is not None, GP=power_of_2(groups), GATE_BW=WIDTH,
         GATE_BK=power_of_2(min(n, DEPTH)), **constants,
     )  # fmt: skip
     if gate is None and grad_blend is not None:
         through_W, through_w = scalars.sum(0)
         grad_blend = (through_W - through_w).to(grad_blend.dtype)
-    through = StatisticsGradient(Q, e, f, size, grad_mean, pooled_offset)
+    through = StatisticsGradient(Q, e, f, size, pooled_offset)
     return SmallGradients(through, gamma, beta, grads, grad_mix_logit, grad_blend)

@@ -27,11 +27,12 @@ from cenet.kernels.tiles import (
     apply,
     block_channels,
     diagonal,
+    has_few_pixels,
     is_channels_last,
     load_channel_values,
     load_matrix,
-    round_to,
     load_tile,
+    round_to,
     standardize,
     store_tile,
     tile_offsets,
@@ -70,9 +71,10 @@ def _forward_kernel(
     ALIGN: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
     ACT: tl.constexpr,
+    PRECISE: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    DTYPE: tl.constexpr = tl.float32 if PRECISE else x_ptr.dtype.element_ty
     DENSE: tl.constexpr = P_ptr is not None
     blocks = tl.cdiv(C, BC // K * K)
     program = tl.program_id(0)
@@ -150,6 +152,7 @@ def tile_constants(x: Tensor, mapping: Map, cut: Walk) -> dict[str, int | bool]:
         "BC": cut.channels,
         "ALIGN": alignment(x),
         "CHANNELS_LAST": is_channels_last(x),
+        "PRECISE": has_few_pixels(x),
         "num_warps": cut.warps,
         "num_stages": cut.stages,
         "FULL": cut.is_full(x.shape[2] * x.shape[3], x.shape[1], mapping.group_size),

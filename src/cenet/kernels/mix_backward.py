@@ -20,9 +20,9 @@ from cenet.kernels.tiles import (
     block_channels,
     ceil_div,
     diagonal,
-    diagonal_of,
     dot,
     first_row,
+    in_two_parts,
     load_channel_values,
     load_matrix,
     load_tile,
@@ -54,9 +54,6 @@ class StatisticsGradient(NamedTuple):
     e: Tensor  # (N, C), divided by `size`
     f: Tensor  # (N, C)
     size: Tensor  # (G,)
-    grad_mean: (
-        Tensor  # (C,): subtracted from g, which keeps its rounding from adding up; f makes up
-    )
     pooled_offset: Tensor | None  # (C,): Q is applied to pooled x̂, and this is added
 
 
@@ -85,9 +82,10 @@ def _reduce_kernel(
     ALIGN: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
     ACT: tl.constexpr,
+    PRECISE: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    DTYPE: tl.constexpr = tl.float32 if PRECISE else x_ptr.dtype.element_ty
     DENSE: tl.constexpr = P_ptr is not None
     blocks = tl.cdiv(C, BC // K * K)
     program = tl.program_id(0)
@@ -102,8 +100,9 @@ def _reduce_kernel(
     if DENSE:
         fixed = load_matrix(P_ptr, channel[None, :], channel[:, None], valid, K)  # Pᵀ
         matrix = round_to(fixed + diagonal(w * gamma, BC), DTYPE)
-    # with a matrix the tensor cores take every sum, else they are taken at the end
-    products = tl.zeros((BC if DENSE else BL, BC), tl.float32)
+    # with a matrix the tensor cores take the sums, except those that must not see rounded values
+    products = tl.zeros((BC, BC), tl.float32)
+    aligned = tl.zeros((BL, BC), tl.float32)
     sums = tl.zeros((16 if DENSE else BL, BC), tl.float32)
     begin = row % splits * tiles * BL
     end = tl.minimum(begin + tiles * BL, L)
@@ -129,18 +128,17 @@ def _reduce_kernel(
             products = dot(tl.trans(round_to(g, DTYPE)), round_to(x_hat, DTYPE), products)
             sums = dot(tl.full((16, BL), 1.0, DTYPE), round_to(g, DTYPE), sums)
         else:
-            products += g * x_hat
             sums += g
+        aligned += g * x_hat
     part = tl.cast(row, tl.int64) * C + channel
     if DENSE:
         i, j = channel[:, None], channel[None, :]
         offsets = tl.cast(row, tl.int64) * G * K * K + matrix_offsets(i, j, K)
         tl.store(grad_P_ptr + offsets, products, mask=same_group(i, j, valid, K))
-        tl.store(grad_d_ptr + part, tl.sum(diagonal_of(products), 0), mask=valid)
         tl.store(grad_c_ptr + part, first_row(sums), mask=valid)
     else:
-        tl.store(grad_d_ptr + part, tl.sum(products, 0), mask=valid)
         tl.store(grad_c_ptr + part, tl.sum(sums, 0), mask=valid)
+    tl.store(grad_d_ptr + part, tl.sum(aligned, 0), mask=valid)
 
 
 @triton.jit
@@ -155,7 +153,6 @@ def _backward_kernel(
     e_ptr,  # (N, C)
     f_ptr,  # (N, C)
     size_ptr,  # (G,)
-    grad_mean_ptr,  # (C,)
     N,
     C,
     L,
@@ -168,10 +165,11 @@ def _backward_kernel(
     ALIGN: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
     ACT: tl.constexpr,
+    PRECISE: tl.constexpr,
     FULL: tl.constexpr,
     SCALE: tl.constexpr,
 ):
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    DTYPE: tl.constexpr = tl.float32 if PRECISE else x_ptr.dtype.element_ty
     DENSE: tl.constexpr = P_ptr is not None
     blocks = tl.cdiv(C, BC // K * K)
     program = tl.program_id(0)
@@ -180,7 +178,6 @@ def _backward_kernel(
     center, rstd, gamma, beta, offset = load_channel_values(values_ptr, channel, valid, C)
     i, j = channel[:, None], channel[None, :]
     size = tl.load(size_ptr + channel // K, mask=valid, other=1.0)
-    grad_mean = tl.load(grad_mean_ptr + channel, mask=valid, other=0.0)
     n = tl.cast(row // splits, tl.int64)
     w = tl.zeros((BC,), tl.float32)
     if w_ptr is not None:
@@ -188,8 +185,11 @@ def _backward_kernel(
     e = tl.load(e_ptr + n * C + channel, mask=valid, other=0.0)
     f = tl.load(f_ptr + n * C + channel, mask=valid, other=0.0)
     matrix = tl.zeros((BC, BC), DTYPE)
+    rest = matrix
     if DENSE:
-        matrix = round_to(load_matrix(P_ptr, i, j, valid, K) + diagonal(w * gamma, BC), DTYPE)
+        matrix, rest = in_two_parts(
+            load_matrix(P_ptr, i, j, valid, K) + diagonal(w * gamma, BC), DTYPE
+        )
     statistics = tl.zeros((BC, BC), DTYPE)
     if Q_ptr is not None:
         statistics = round_to(load_matrix(Q_ptr, i, j, valid, K) + diagonal(e, BC), DTYPE)
@@ -204,14 +204,19 @@ def _backward_kernel(
         if ACT != NONE:
             before = apply(x_hat, tl.trans(matrix), w * gamma, w * beta + offset, DTYPE, DENSE)
             g = activation_gradient(g, before, slope, ACT)
-        g -= grad_mean[None, :]
         if Q_ptr is None:
             dx = apply(g, matrix, w * gamma, f, DTYPE, DENSE) + (size * e)[None, :] * x_hat
+            if DENSE and tl.float32 != DTYPE:
+                dx = dot(round_to(g, DTYPE), rest, dx)
         else:
             dx = dot(round_to(x_hat, DTYPE), statistics)
             if SCALE:
                 dx = dx * size[None, :]
-            dx = dot(round_to(g, DTYPE), matrix, dx) + f[None, :]
+            dx = dot(round_to(g, DTYPE), matrix, dx)
+            if tl.float32 != DTYPE:
+                # a gradient with a mean would show the rounding of the matrix
+                dx = dot(round_to(g, DTYPE), rest, dx)
+            dx += f[None, :]
         store_tile(dx_ptr, offsets, dx * rstd[None, :], inside, FULL)
 
 
@@ -271,7 +276,7 @@ def backward(
     launch(
         _backward_kernel, grid(x, mapping, cut),
         x, grad, dx, *pointers(mapping), through.Q, through.e, through.f, through.size,
-        through.grad_mean, *sizes(x),
+        *sizes(x),
         mapping.slope, *cuts(x, cut), **tile_constants(x, mapping, cut), ACT=act,
         SCALE=x.dtype == torch.float16,
     )  # fmt: skip
@@ -297,7 +302,7 @@ def _launch_pooled(
     launch(
         backward_pooled_kernel, grid,
         x, grad, dx, *pointers(mapping), through.Q, through.e, through.f, through.size,
-        through.grad_mean, through.pooled_offset, channels, height, width, mapping.slope, rows,
+        through.pooled_offset, channels, height, width, mapping.slope, rows,
         **fixed, ACT=act, POOL=pool,
     )  # fmt: skip
 

@@ -19,9 +19,9 @@ from cenet.kernels.tiles import (
     at_least_0,
     block_channels,
     ceil_div,
-    diagonal_of,
     dot,
     first_row,
+    has_few_pixels,
     is_channels_last,
     matrix_offsets,
     pivot_of,
@@ -67,6 +67,7 @@ def _measure_kernel(
     CHANNELS_LAST: tl.constexpr,
     GRAM: tl.constexpr,
     HALF: tl.constexpr,
+    PRECISE: tl.constexpr,
 ):
     blocks = tl.cdiv(C, BC // K * K)
     program = tl.program_id(0)
@@ -76,9 +77,11 @@ def _measure_kernel(
     begin = row % splits * tiles * BL
     end = tl.minimum(begin + tiles * BL, L)
     pivot = pivot_of(x_ptr + n * C * L, begin, end - begin, channel, valid, C, L, CHANNELS_LAST)
-    # with a Gram matrix the tensor cores take every sum, else they are taken at the end
+    # with a Gram matrix the tensor cores take the sums, except those that must not be of rounded
+    # values
     sums = tl.zeros((16 if GRAM else BL, BC), tl.float32)
-    products = tl.zeros((BC if GRAM else BL, BC), tl.float32)
+    squares = tl.zeros((BL, BC), tl.float32)
+    products = tl.zeros((BC, BC), tl.float32)
     for start in range(begin, end, BL):
         offsets = tile_offsets(n, start, channel, C, L, ALIGN, BL, CHANNELS_LAST)
         inside = (start + tl.arange(0, BL) < end)[:, None] & valid[None, :]
@@ -86,18 +89,17 @@ def _measure_kernel(
         centered = tl.where(inside, x.to(tl.float32) - pivot[None, :], 0.0)
         if GRAM:
             # the difference of two float16 may not fit float16; its half does
-            operand = round_to(centered * HALF, x.dtype)
-            sums = dot(tl.full((16, BL), 1.0, x.dtype), operand, sums)
+            operand = round_to(centered * HALF, tl.float32 if PRECISE else x.dtype)
+            sums = dot(tl.full((16, BL), 1.0, operand.dtype), operand, sums)
             products = dot(tl.trans(operand), operand, products)
         else:
             sums += centered
-            products += centered * centered
+        squares += centered * centered
     if GRAM:
         sum_ = first_row(sums) / HALF
-        square = tl.sum(diagonal_of(products), 0) / (HALF * HALF)
     else:
         sum_ = tl.sum(sums, 0)
-        square = tl.sum(products, 0)
+    square = tl.sum(squares, 0)
     rest = sum_ / (end - begin)
     part = tl.cast(row, tl.int64) * C + channel
     tl.store(pivot_ptr + part, pivot, mask=valid)
@@ -139,7 +141,7 @@ def measure(
     pivot, rest, square = empty(x.device, 3, n * cut.splits, channels)
     grams = empty(x.device, cut.rows(n) if gram else 0, groups, group_size, group_size)
     grid = (cut.rows(n) * cut.blocks(channels, group_size),)
-    shared = {"CHANNELS_LAST": is_channels_last(x), "HALF": half}
+    shared = {"CHANNELS_LAST": is_channels_last(x), "HALF": half, "PRECISE": has_few_pixels(x)}
     shared |= {"K": group_size, "BL": cut.pixels, "BC": cut.channels}
     options = {"num_warps": cut.warps, "num_stages": cut.stages}
     if gram and pool > 1:

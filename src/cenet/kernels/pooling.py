@@ -15,6 +15,7 @@ from cenet.kernels.tiles import (
     diagonal,
     dot,
     first_row,
+    in_two_parts,
     load_channel_values,
     load_matrix,
     matrix_offsets,
@@ -70,6 +71,7 @@ def measure_pooled_kernel(
     CHANNELS_LAST: tl.constexpr,
     POOL: tl.constexpr,
     HALF: tl.constexpr,
+    PRECISE: tl.constexpr,
 ):
     """As `moments` does, with the Gram matrix of the pooled x."""
     L = H * W
@@ -103,7 +105,7 @@ def measure_pooled_kernel(
                 pooled = tl.maximum(pooled, signed, propagate_nan=tl.PropagateNan.ALL)
         mask = (window < windows)[:, None] & valid[None, :]
         pooled = tl.where(mask, pooled * sign[None, :], 0.0)
-        operand = round_to(pooled * HALF, x_ptr.dtype.element_ty)
+        operand = round_to(pooled * HALF, tl.float32 if PRECISE else x_ptr.dtype.element_ty)
         pooled_sums += dot(tl.full((16, BL), 1.0, operand.dtype), operand)
         products += dot(tl.trans(operand), operand)
     part = n * C + channel
@@ -133,7 +135,6 @@ def backward_pooled_kernel(
     e_ptr,  # (N, C)
     f_ptr,  # (N, C)
     size_ptr,  # (G,)
-    grad_mean_ptr,  # (C,)
     pooled_offset_ptr,  # (C,)
     C,
     H,
@@ -145,10 +146,11 @@ def backward_pooled_kernel(
     BC: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
     ACT: tl.constexpr,
+    PRECISE: tl.constexpr,
     POOL: tl.constexpr,
 ):
     """dx, where Q reaches only the pixel of each window that was the largest."""
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    DTYPE: tl.constexpr = tl.float32 if PRECISE else x_ptr.dtype.element_ty
     windows = tl.cdiv(H, POOL) * tl.cdiv(W, POOL)
     blocks = tl.cdiv(C, BC // K * K)
     program = tl.program_id(0)
@@ -162,9 +164,8 @@ def backward_pooled_kernel(
     e = tl.load(e_ptr + n * C + channel, mask=valid, other=0.0)
     f = tl.load(f_ptr + n * C + channel, mask=valid, other=0.0)
     size = tl.load(size_ptr + channel // K, mask=valid, other=1.0)
-    grad_mean = tl.load(grad_mean_ptr + channel, mask=valid, other=0.0)
     pooled_offset = tl.load(pooled_offset_ptr + channel, mask=valid, other=0.0)
-    matrix = round_to(load_matrix(P_ptr, i, j, valid, K) + diagonal(w * gamma, BC), DTYPE)
+    matrix, rest = in_two_parts(load_matrix(P_ptr, i, j, valid, K) + diagonal(w * gamma, BC), DTYPE)
     Q = round_to(load_matrix(Q_ptr, i, j, valid, K), DTYPE)
     sign = sign_of(gamma)
     sample = n * C * H * W
@@ -194,9 +195,12 @@ def backward_pooled_kernel(
             if ACT != NONE:
                 before = apply(x_hat, tl.trans(matrix), w, w * beta + offset, DTYPE, True)
                 g = activation_gradient(g, before, slope, ACT)
-            dx = (
-                apply(g - grad_mean[None, :], matrix, w, f, DTYPE, True)
-                + (size * e)[None, :] * x_hat
-            )
+            dx = apply(g, matrix, w, f, DTYPE, True) + (size * e)[None, :] * x_hat
+            if tl.float32 != DTYPE:
+                dx = dot(round_to(g, DTYPE), rest, dx)
             dx += tl.where(which == k, through_pool, 0.0)
-            tl.store(dx_ptr + sample + offsets, round_to(dx * rstd[None, :], DTYPE), mask=mask)
+            tl.store(
+                dx_ptr + sample + offsets,
+                round_to(dx * rstd[None, :], dx_ptr.dtype.element_ty),
+                mask=mask,
+            )

@@ -73,6 +73,13 @@ def power_of_2(value: int, least: int = 16) -> int:
     return max(least, 1 << (value - 1).bit_length())
 
 
+def has_few_pixels(x: Tensor) -> bool:
+    """Whether statistics are of so few values that gradients cancel, and rounding operands to half
+    precision would show. Speed does not matter there."""
+    n, _, height, width = x.shape
+    return height * width <= 16 or n * height * width <= 512
+
+
 def is_channels_last(x: Tensor) -> bool:
     """Whether x is stored with its channels next to each other."""
     return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
@@ -109,11 +116,18 @@ def tile_offsets(
 @triton.jit
 def round_to(values, DTYPE: tl.constexpr):
     """float32 values in another dtype, rounded to nearest (the interpreter cuts bfloat16 off)."""
-    if INTERPRETED and DTYPE == tl.bfloat16:
+    if INTERPRETED and tl.bfloat16 == DTYPE:
         bits = values.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
         values = bits.to(tl.float32, bitcast=True)
     return values.to(DTYPE)
+
+
+@triton.jit
+def in_two_parts(values, DTYPE: tl.constexpr):
+    """values = first + second, both in a dtype that alone would not hold them."""
+    first = round_to(values, DTYPE)
+    return first, round_to(values - first.to(tl.float32), DTYPE)
 
 
 @triton.jit
@@ -157,13 +171,6 @@ def diagonal(values, BC: tl.constexpr):
     """Diag(values), (BC, BC)."""
     place = tl.arange(0, BC)
     return tl.where(place[:, None] == place[None, :], values[None, :], 0.0)
-
-
-@triton.jit
-def diagonal_of(matrix):
-    """The matrix with zeros off its diagonal."""
-    place = tl.arange(0, matrix.shape[0])
-    return tl.where(place[:, None] == place[None, :], matrix, 0.0)
 
 
 @triton.jit
