@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test test-all test-gpu lint format bench clean
+.PHONY: demo test test-all test-gpu lint format bench bench-gpu clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -35,6 +35,9 @@ format: $(READY)
 
 bench: $(READY)  ## cost of CE on this CPU, as ratios
 	$(BIN)/python benchmarks/bench_resnet50_cpu.py
+
+bench-gpu: $(READY)  ## cost of the layer on this GPU, beside batch norm
+	$(BIN)/python benchmarks/bench_layer.py --out benchmarks/results/layer.csv
 
 clean:
 	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache
