@@ -629,3 +629,27 @@ def test_folded_networks_match_the_plain_path(ce, dtype, device):
     with kernels_on(device), torch.no_grad():
         actual = folded.to(dtype)(x.to(dtype))
     assert_close("y", actual, expected.double(), {torch.float32: 1e-5}.get(dtype, 2e-2))
+
+
+@each_device
+@pytest.mark.parametrize("act", [None, nn.ReLU()], ids=str)
+def test_a_residual_of_another_dtype_gives_the_dtype_of_the_sum(act, device):
+    module = NormCE2d(nn.BatchNorm2d(24), ChannelEquilibrium2d(24), act).to(device)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 24, 5, 7, generator=generator).to(device, torch.bfloat16)
+    residual = torch.randn(4, 24, 5, 7, generator=generator).to(device)
+    plain = copy.deepcopy(module)
+    with kernels_on(device):
+        y = module(x, residual)
+    with ops.backend("torch"):
+        expected = plain(x, residual)
+    assert y.dtype == expected.dtype == torch.float32
+    assert_close("y", y, expected.double(), RTOL[torch.bfloat16])
+
+
+@each_device
+def test_the_released_gate_is_refused_where_kernels_are_demanded(device):
+    module = NormCE2d(nn.BatchNorm2d(24), ChannelEquilibrium2d(24)).to(device)
+    module.ce.ir.released = True
+    with kernels_on(device), pytest.raises(RuntimeError, match="released"):
+        module(torch.randn(4, 24, 5, 7, device=device))

@@ -97,7 +97,10 @@ def _can_fuse(
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return False
     group_size = 1 if folded.matrix is None else folded.matrix.shape[-1]
-    return not ir.released and ops.use_kernels(x, [folded.values, *ir.gate], group_size)
+    if residual is not None and residual.dtype != x.dtype:
+        return False  # their sum has another dtype than x, which the kernels would keep
+    tensors = [folded.values, *ir.gate]
+    return ops.use_kernels(x, tensors, group_size, released=ir.released)
 
 
 def _fused(

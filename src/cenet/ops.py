@@ -66,11 +66,15 @@ def backend(name: Backend) -> Iterator[None]:
         _backend = before
 
 
-def use_kernels(x: Tensor, tensors: Sequence[Tensor | None], group_size: int) -> bool:
+def use_kernels(
+    x: Tensor, tensors: Sequence[Tensor | None], group_size: int, *, released: bool = False
+) -> bool:
     """Whether the kernels take x and these parameters; RuntimeError if they must and cannot."""
     if _backend == "torch" or (_backend == "auto" and not x.is_cuda):
         return False
     reason = _why_not(x, tensors, group_size)
+    if released:
+        reason = "they do not have the released code's variant of the gate"
     if _backend == "triton" and reason:
         raise RuntimeError(f'backend "triton" was asked for, but {reason}; use backend "auto"')
     if reason is None and not torch.compiler.is_compiling():

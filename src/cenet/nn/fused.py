@@ -42,10 +42,10 @@ def inside_and_after(act: nn.Module | None) -> tuple[str, float, nn.Module | Non
 def can_fuse(x: Tensor, norm: Any, branches: Branches) -> bool:
     """Whether `run` can do this: RuntimeError if it must, by the chosen backend, and cannot."""
     bd, ir = branches.bd, branches.ir
-    if ir is not None and ir.released:
-        return False
     tensors = [*_affine(norm), branches.mix_logit, branches.blend, *(branches.gate or ())]
-    return ops.use_kernels(x, tensors, 1 if bd is None else bd.group_size)
+    group_size = 1 if bd is None else bd.group_size
+    released = ir is not None and ir.released
+    return ops.use_kernels(x, tensors, group_size, released=released)
 
 
 def run(
@@ -75,6 +75,10 @@ def run(
         ops.ABSENT if ir is None else source,
     )
     name, slope, after = inside_and_after(act)
+    if residual is not None and residual.dtype != x.dtype:
+        # their sum has another dtype than x, which the kernels would keep
+        y = run(x, norm, branches, None, None, batch=batch) + residual
+        return y if act is None else act(y)
     fixed_norm = norm is not None and not norm_batch
     y, values, _, matrices, _, _, _, inv_std = ops.norm_ce(
         x,
