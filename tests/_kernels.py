@@ -20,8 +20,8 @@ from _reference import Block, Parameters, activate, decorrelate, normalize, rewe
 from cenet import ops
 from cenet.kernels import layer
 from cenet.kernels.gate import GateWeights
+from cenet.kernels.modes import Mode
 from cenet.kernels.running import average_
-from cenet.kernels.statistics import Mode
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="triton compiles here")

@@ -17,7 +17,14 @@ SOURCE = ROOT / "src" / "cenet"
 LEVELS = [
     ("functional",),
     (
-        *("kernels", "kernels.launch", "kernels.tiles", "kernels.pooling", "kernels.moments"),
+        *(
+            "kernels",
+            "kernels.modes",
+            "kernels.launch",
+            "kernels.tiles",
+            "kernels.pooling",
+            "kernels.moments",
+        ),
         *("kernels.mix", "kernels.mix_backward", "kernels.gate", "kernels.gate_backward"),
         *("kernels.newton", "kernels.statistics", "kernels.decorrelation", "kernels.between"),
         *("kernels.between_backward", "kernels.running", "kernels.layer", "ops"),

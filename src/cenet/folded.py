@@ -93,14 +93,14 @@ class Finish(nn.Module):
 def _can_fuse(
     folded: FoldedCE2d, ir: InstanceReweighting2d, x: Tensor, residual: Tensor | None
 ) -> bool:
-    tensors = [x, *folded.parameters(), *([] if residual is None else [residual])]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return False
-    group_size = 1 if folded.matrix is None else folded.matrix.shape[-1]
+    unless = fused.no_kernel_for(ir)
+    given = [x, *folded.parameters(), *([] if residual is None else [residual])]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
+        unless = "a folded layer has gradients in plain PyTorch only (use torch.no_grad())"
     if residual is not None and residual.dtype != x.dtype:
-        return False  # their sum has another dtype than x, which the kernels would keep
-    tensors = [folded.values, *ir.gate]
-    return ops.use_kernels(x, tensors, group_size, released=ir.released)
+        unless = f"the residual is of {residual.dtype}, not of {x.dtype}"
+    group_size = 1 if folded.matrix is None else folded.matrix.shape[-1]
+    return ops.use_kernels(x, [folded.values, *ir.gate], group_size, unless)
 
 
 def _fused(

@@ -10,7 +10,7 @@ business of `functional`; `backend` chooses.
 
 Arguments of norm_ce: x (N, C, H, W); the residual added before the activation; γ and β of the norm;
 statistics, where `mode` says RUNNING; the gate; λ's logit and α; for norm, decorrelation and
-reweighting ABSENT, BATCH or RUNNING; constants of the block; an activation of `ACTIVATIONS` with
+reweighting ABSENT, BATCH or RUNNING; constants of the block; an activation of `kernels.modes` and
 LeakyReLU's slope or ELU's α. `kernels.statistics` and `kernels.gate` say what the results are.
 """
 
@@ -25,29 +25,27 @@ import torch
 from torch import Tensor
 
 from cenet import functional as F
+from cenet.kernels.modes import ABSENT, BATCH, RUNNING, Mode
 
 Backend = Literal["auto", "triton", "torch"]
 BACKENDS = ("auto", "triton", "torch")
 HAS_TRITON = find_spec("triton") is not None
 LARGEST_GROUP = 64
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-ACTIVATIONS = ("none", "relu", "leaky_relu", "elu")
-# where norm, decorrelation and reweighting take their statistics from
-ABSENT, BATCH, RUNNING = 0, 1, 2
 
 
-def _backend_named(name: str) -> str:
+def _checked(name: str, where: str) -> str:
     if name not in BACKENDS:
-        raise ValueError(f"CENET_BACKEND={name!r} must be one of {', '.join(BACKENDS)}")
+        raise ValueError(f"{where}={name!r} must be one of {', '.join(BACKENDS)}")
     return name
 
 
-_backend = _backend_named(os.environ.get("CENET_BACKEND", "auto"))
+_backend = _checked(os.environ.get("CENET_BACKEND", "auto"), "CENET_BACKEND")
 
 
 @contextmanager
 def backend(name: Backend) -> Iterator[None]:
-    """Choose what CE layers run on inside the context.
+    """Choose what CE layers run on inside the context, in all threads.
 
     Args:
         name: "auto" takes the kernels where they run and plain PyTorch elsewhere, "triton" raises
@@ -59,7 +57,7 @@ def backend(name: Backend) -> Iterator[None]:
     """
     global _backend
     before = _backend
-    _backend = _backend_named(name)
+    _backend = _checked(name, "backend")
     try:
         yield
     finally:
@@ -67,14 +65,15 @@ def backend(name: Backend) -> Iterator[None]:
 
 
 def use_kernels(
-    x: Tensor, tensors: Sequence[Tensor | None], group_size: int, *, released: bool = False
+    x: Tensor, tensors: Sequence[Tensor | None], group_size: int, unless: str | None = None
 ) -> bool:
-    """Whether the kernels take x and these parameters; RuntimeError if they must and cannot."""
+    """Whether the kernels take x and these parameters; RuntimeError if they must and cannot.
+
+    `unless` is a reason of the caller why they cannot.
+    """
     if _backend == "torch" or (_backend == "auto" and not x.is_cuda):
         return False
-    reason = _why_not(x, tensors, group_size)
-    if released:
-        reason = "they do not have the released code's variant of the gate"
+    reason = unless or _why_not(x, tensors, group_size)
     if _backend == "triton" and reason:
         raise RuntimeError(f'backend "triton" was asked for, but {reason}; use backend "auto"')
     if reason is None and not torch.compiler.is_compiling():
@@ -180,7 +179,6 @@ def _norm_ce_backward(
 def _block_and_settings(*args: Any) -> tuple[Any, Any]:
     from cenet.kernels import layer
     from cenet.kernels.gate import GateWeights
-    from cenet.kernels.statistics import Mode
 
     *tensors, w1, norm_weight, norm_bias, w2, mix_logit, blend = args[: TENSORS - 2]
     mode, *constants = args[TENSORS - 2 :]

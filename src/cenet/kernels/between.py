@@ -11,8 +11,9 @@ from torch import Tensor
 from cenet.kernels.decorrelation import decorrelate
 from cenet.kernels.gate import ROWS, WIDTH, GateWeights, hidden_layer, tile
 from cenet.kernels.launch import empty, launch
+from cenet.kernels.modes import ABSENT, BATCH, Mode
 from cenet.kernels.moments import Parts
-from cenet.kernels.statistics import ABSENT, BATCH, Mode, Statistics, group_constants
+from cenet.kernels.statistics import Statistics, group_constants
 from cenet.kernels.tiles import ceil_div, power_of_2
 
 

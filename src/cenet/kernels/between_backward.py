@@ -35,12 +35,11 @@ from cenet.kernels.gate_backward import (
 from cenet.kernels.launch import empty, launch
 from cenet.kernels.mix import Map
 from cenet.kernels.mix_backward import StatisticsGradient, Sums
+from cenet.kernels.modes import ABSENT, BATCH, Mode
 from cenet.kernels.statistics import (
-    ABSENT,
-    BATCH,
     IS_BATCH,
-    Mode,
     Statistics,
+    group_channels,
     group_constants,
     load_rows,
 )
@@ -167,9 +166,7 @@ def _finish_group(
     POOLED: tl.constexpr,
 ):
     """γ, β, and what dx gets through the statistics of a group."""
-    place = tl.arange(0, KP)
-    channel = group * K + place
-    valid = (place < K) & (channel < C)
+    place, channel, valid = group_channels(group, C, K, KP)
     gamma = tl.load(values_ptr + 2 * C + channel, mask=valid, other=0.0)
     beta = tl.load(values_ptr + 3 * C + channel, mask=valid, other=0.0)
     rstd = tl.load(values_ptr + C + channel, mask=valid, other=0.0)

@@ -9,7 +9,13 @@ import triton.language as tl
 from cenet.functional import RIDGE, RIDGE_FLOOR
 from cenet.kernels.gate import load_blend, load_lambda
 from cenet.kernels.newton import newton, newton_backward
-from cenet.kernels.statistics import IS_BATCH, load_apart, load_rows, mean_apart
+from cenet.kernels.statistics import (
+    IS_BATCH,
+    group_channels,
+    load_apart,
+    load_rows,
+    mean_apart,
+)
 from cenet.kernels.tiles import dot
 
 RELATIVE_RIDGE = tl.constexpr(RIDGE)
@@ -67,9 +73,7 @@ def decorrelate(
     BD: tl.constexpr,
 ):
     """W by Newton's iteration, or the running one; P = αλ W Diag(γ) and the offset αλ W β."""
-    place = tl.arange(0, KP)
-    channel = group * K + place
-    valid = (place < K) & (channel < C)
+    place, channel, valid = group_channels(group, C, K, KP)
     center = tl.load(values_ptr + channel, mask=valid, other=0.0)
     rstd = tl.load(values_ptr + C + channel, mask=valid, other=0.0)
     gamma = tl.load(values_ptr + 2 * C + channel, mask=valid, other=0.0)
@@ -150,9 +154,7 @@ def decorrelate_backward(
     BD: tl.constexpr,
 ):
     """Gradients of W and of the covariance; Q is what the latter means for x̂."""
-    place = tl.arange(0, KP)
-    channel = group * K + place
-    valid = (place < K) & (channel < C)
+    place, channel, valid = group_channels(group, C, K, KP)
     gamma = tl.load(values_ptr + 2 * C + channel, mask=valid, other=0.0)
     beta = tl.load(values_ptr + 3 * C + channel, mask=valid, other=0.0)
     size = tl.cast(G, tl.int64) * K * K

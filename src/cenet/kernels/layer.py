@@ -9,8 +9,9 @@ from cenet.kernels import mix, mix_backward
 from cenet.kernels.between import between
 from cenet.kernels.between_backward import between_backward
 from cenet.kernels.gate import GateState, GateWeights, folded_gate, gate_forward
+from cenet.kernels.modes import ABSENT, BATCH, Mode
 from cenet.kernels.moments import measure
-from cenet.kernels.statistics import ABSENT, BATCH, Mode, Statistics, statistics
+from cenet.kernels.statistics import Statistics, statistics
 from cenet.kernels.tiles import is_channels_last
 
 

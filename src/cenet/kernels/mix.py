@@ -1,4 +1,4 @@
-"""The applying pass and its two backward passes.
+"""The applying pass. Its two backward passes are in `mix_backward`.
 
     x̂  = (x − center) · rstd
     y   = act(P·x̂ + w_n ⊙ (γ ⊙ x̂ + β) + b [+ residual])
@@ -19,19 +19,20 @@ import triton.language as tl
 from torch import Tensor
 
 from cenet.kernels.launch import launch
+from cenet.kernels.modes import ACTIVATIONS
 from cenet.kernels.tiles import (
-    ACTIVATIONS,
     Walk,
     activate,
     alignment,
     apply,
-    block_channels,
     diagonal,
     has_few_pixels,
     is_channels_last,
     load_channel_values,
     load_matrix,
     load_tile,
+    load_w,
+    locate,
     round_to,
     standardize,
     store_tile,
@@ -59,7 +60,6 @@ def _forward_kernel(
     values_ptr,  # (8, C)
     P_ptr,  # (G, K, K), or None
     w_ptr,  # (N, C), or None
-    N,
     C,
     L,
     slope,
@@ -76,21 +76,13 @@ def _forward_kernel(
 ):
     DTYPE: tl.constexpr = tl.float32 if PRECISE else x_ptr.dtype.element_ty
     DENSE: tl.constexpr = P_ptr is not None
-    blocks = tl.cdiv(C, BC // K * K)
-    program = tl.program_id(0)
-    row = program // blocks
-    channel, valid = block_channels(program % blocks, C, K, BC)
+    _, n, channel, valid, begin, end = locate(C, L, splits, tiles, K, BL, BC)
     center, rstd, gamma, beta, offset = load_channel_values(values_ptr, channel, valid, C)
-    n = tl.cast(row // splits, tl.int64)
-    w = tl.zeros((BC,), tl.float32)
-    if w_ptr is not None:
-        w = tl.load(w_ptr + n * C + channel, mask=valid, other=0.0)
+    w = load_w(w_ptr, n, channel, valid, C, BC)
     matrix = tl.zeros((BC, BC), DTYPE)
     if DENSE:
         fixed = load_matrix(P_ptr, channel[None, :], channel[:, None], valid, K)  # Pᵀ
         matrix = round_to(fixed + diagonal(w * gamma, BC), DTYPE)
-    begin = row % splits * tiles * BL
-    end = tl.minimum(begin + tiles * BL, L)
     for start in range(begin, end, BL):
         offsets = tile_offsets(n, start, channel, C, L, ALIGN, BL, CHANNELS_LAST)
         inside = (start + tl.arange(0, BL) < end)[:, None] & valid[None, :]
@@ -102,12 +94,10 @@ def _forward_kernel(
         store_tile(y_ptr, offsets, activate(y, slope, ACT), inside, FULL)
 
 
-def forward(
-    x: Tensor, mapping: Map, residual: Tensor | None = None, walked: Walk | None = None
-) -> Tensor:
+def forward(x: Tensor, mapping: Map, residual: Tensor | None = None) -> Tensor:
     """Apply the map to x, in the layout of x."""
     y = torch.empty_like(x)
-    cut = walked or map_walk(x, mapping)
+    cut = map_walk(x, mapping)
     launch(
         _forward_kernel, grid(x, mapping, cut),
         x, residual, y, *pointers(mapping), *sizes(x), mapping.slope, *cuts(x, cut),
@@ -133,10 +123,10 @@ def pointers(mapping: Map) -> tuple[Tensor | None, ...]:
     return mapping[:3]
 
 
-def sizes(x: Tensor) -> tuple[int, int, int]:
-    """N, C and L."""
-    n, channels, height, width = x.shape
-    return n, channels, height * width
+def sizes(x: Tensor) -> tuple[int, int]:
+    """C and L."""
+    _, channels, height, width = x.shape
+    return channels, height * width
 
 
 def cuts(x: Tensor, cut: Walk) -> tuple[int, int]:

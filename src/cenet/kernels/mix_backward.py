@@ -9,15 +9,14 @@ from torch import Tensor
 
 from cenet.kernels.launch import empty, launch
 from cenet.kernels.mix import Map, cuts, grid, map_walk, pointers, sizes, tile_constants
+from cenet.kernels.modes import ACTIVATIONS
 from cenet.kernels.pooling import backward_pooled_kernel
 from cenet.kernels.tiles import (
-    ACTIVATIONS,
     NONE,
     Walk,
     activation_gradient,
     activation_gradient_from_output,
     apply,
-    block_channels,
     ceil_div,
     diagonal,
     dot,
@@ -26,6 +25,8 @@ from cenet.kernels.tiles import (
     load_channel_values,
     load_matrix,
     load_tile,
+    load_w,
+    locate,
     matrix_offsets,
     power_of_2,
     round_to,
@@ -69,7 +70,6 @@ def _reduce_kernel(
     grad_P_ptr,  # (rows, G, K, K)
     grad_d_ptr,  # (N·splits, C)
     grad_c_ptr,  # (N·splits, C)
-    N,
     C,
     L,
     G,
@@ -87,15 +87,9 @@ def _reduce_kernel(
 ):
     DTYPE: tl.constexpr = tl.float32 if PRECISE else x_ptr.dtype.element_ty
     DENSE: tl.constexpr = P_ptr is not None
-    blocks = tl.cdiv(C, BC // K * K)
-    program = tl.program_id(0)
-    row = program // blocks
-    channel, valid = block_channels(program % blocks, C, K, BC)
+    row, n, channel, valid, begin, end = locate(C, L, splits, tiles, K, BL, BC)
     center, rstd, gamma, beta, offset = load_channel_values(values_ptr, channel, valid, C)
-    n = tl.cast(row // splits, tl.int64)
-    w = tl.zeros((BC,), tl.float32)
-    if w_ptr is not None:
-        w = tl.load(w_ptr + n * C + channel, mask=valid, other=0.0)
+    w = load_w(w_ptr, n, channel, valid, C, BC)
     matrix = tl.zeros((BC, BC), DTYPE)
     if DENSE:
         fixed = load_matrix(P_ptr, channel[None, :], channel[:, None], valid, K)  # Pᵀ
@@ -104,8 +98,6 @@ def _reduce_kernel(
     products = tl.zeros((BC, BC), tl.float32)
     aligned = tl.zeros((BL, BC), tl.float32)
     sums = tl.zeros((16 if DENSE else BL, BC), tl.float32)
-    begin = row % splits * tiles * BL
-    end = tl.minimum(begin + tiles * BL, L)
     for start in range(begin, end, BL):
         offsets = tile_offsets(n, start, channel, C, L, ALIGN, BL, CHANNELS_LAST)
         inside = (start + tl.arange(0, BL) < end)[:, None] & valid[None, :]
@@ -153,7 +145,6 @@ def _backward_kernel(
     e_ptr,  # (N, C)
     f_ptr,  # (N, C)
     size_ptr,  # (G,)
-    N,
     C,
     L,
     slope,
@@ -171,17 +162,11 @@ def _backward_kernel(
 ):
     DTYPE: tl.constexpr = tl.float32 if PRECISE else x_ptr.dtype.element_ty
     DENSE: tl.constexpr = P_ptr is not None
-    blocks = tl.cdiv(C, BC // K * K)
-    program = tl.program_id(0)
-    row = program // blocks
-    channel, valid = block_channels(program % blocks, C, K, BC)
+    _, n, channel, valid, begin, end = locate(C, L, splits, tiles, K, BL, BC)
     center, rstd, gamma, beta, offset = load_channel_values(values_ptr, channel, valid, C)
     i, j = channel[:, None], channel[None, :]
     size = tl.load(size_ptr + channel // K, mask=valid, other=1.0)
-    n = tl.cast(row // splits, tl.int64)
-    w = tl.zeros((BC,), tl.float32)
-    if w_ptr is not None:
-        w = tl.load(w_ptr + n * C + channel, mask=valid, other=0.0)
+    w = load_w(w_ptr, n, channel, valid, C, BC)
     e = tl.load(e_ptr + n * C + channel, mask=valid, other=0.0)
     f = tl.load(f_ptr + n * C + channel, mask=valid, other=0.0)
     matrix = tl.zeros((BC, BC), DTYPE)
@@ -193,8 +178,6 @@ def _backward_kernel(
     statistics = tl.zeros((BC, BC), DTYPE)
     if Q_ptr is not None:
         statistics = round_to(load_matrix(Q_ptr, i, j, valid, K) + diagonal(e, BC), DTYPE)
-    begin = row % splits * tiles * BL
-    end = tl.minimum(begin + tiles * BL, L)
     for start in range(begin, end, BL):
         offsets = tile_offsets(n, start, channel, C, L, ALIGN, BL, CHANNELS_LAST)
         inside = (start + tl.arange(0, BL) < end)[:, None] & valid[None, :]
@@ -220,19 +203,16 @@ def _backward_kernel(
         store_tile(dx_ptr, offsets, dx * rstd[None, :], inside, FULL)
 
 
-def reduce(
-    x: Tensor, grad: Tensor, mapping: Map, y: Tensor | None = None, walked: Walk | None = None
-) -> Sums:
+def reduce(x: Tensor, grad: Tensor, mapping: Map, y: Tensor | None = None) -> Sums:
     """Gradients of P, d and c, in parts.
 
     Args:
         x, grad: input, and gradient of the output in the layout of x.
         mapping: what was applied.
         y: the output, if there was a residual. Then the masked gradient is returned too.
-        walked: how to cut x, instead of the usual way.
     """
     n, channels, _, _ = x.shape
-    cut = walked or reduce_walk(x, mapping)
+    cut = reduce_walk(x, mapping)
     grad_P = None
     if mapping.P is not None:
         grad_P = empty(x.device, cut.rows(n), *mapping.P.shape)
@@ -256,7 +236,6 @@ def backward(
     *,
     pool: int = 1,
     masked: bool = False,
-    walked: Walk | None = None,
 ) -> Tensor:
     """dx.
 
@@ -265,18 +244,16 @@ def backward(
         through: the part that comes through the statistics.
         pool: side of the max-pool window before the covariance.
         masked: `grad` is what `reduce` returned as masked.
-        walked: how to cut x, instead of the usual way.
     """
     dx = torch.empty_like(x)
     act = ACTIVATIONS["none" if masked else mapping.act]
     if through.pooled_offset is not None:
         _launch_pooled(x, grad, dx, mapping, through, act, pool)
         return dx
-    cut = walked or map_walk(x, mapping)
+    cut = map_walk(x, mapping)
     launch(
         _backward_kernel, grid(x, mapping, cut),
-        x, grad, dx, *pointers(mapping), through.Q, through.e, through.f, through.size,
-        *sizes(x),
+        x, grad, dx, *pointers(mapping), through.Q, through.e, through.f, through.size, *sizes(x),
         mapping.slope, *cuts(x, cut), **tile_constants(x, mapping, cut), ACT=act,
         SCALE=x.dtype == torch.float16,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """The measuring pass: instance mean and spread, and the centered Gram matrix of each group.
 
 Every program centers what it sees before it multiplies, and writes what it found: there are no
-atomics, so the result is the same bit for bit. `groups` puts the parts together.
+atomics, so the result is the same bit for bit. `statistics` and `between` put the parts together.
 """
 
 from typing import NamedTuple
@@ -17,12 +17,12 @@ from cenet.kernels.tiles import (
     Walk,
     alignment,
     at_least_0,
-    block_channels,
     ceil_div,
     dot,
     first_row,
     has_few_pixels,
     is_channels_last,
+    locate,
     matrix_offsets,
     pivot_of,
     power_of_2,
@@ -40,9 +40,8 @@ class Parts(NamedTuple):
     pivot: Tensor | None  # (N·splits, C)
     rest: Tensor | None  # (N·splits, C)
     square: Tensor | None  # (N·splits, C)
-    gram: (
-        Tensor | None
-    )  # (rows, G, K, K), sum of products around the mean, of the pooled x if pooled
+    # sum of products around the mean, of the pooled x if pooled
+    gram: Tensor | None  # (rows, G, K, K)
     pooled_rest: Tensor | None  # (N, C), of the pooled x
     splits: int
     split_pixels: int
@@ -69,13 +68,7 @@ def _measure_kernel(
     HALF: tl.constexpr,
     PRECISE: tl.constexpr,
 ):
-    blocks = tl.cdiv(C, BC // K * K)
-    program = tl.program_id(0)
-    row = program // blocks
-    channel, valid = block_channels(program % blocks, C, K, BC)
-    n = tl.cast(row // splits, tl.int64)
-    begin = row % splits * tiles * BL
-    end = tl.minimum(begin + tiles * BL, L)
+    row, n, channel, valid, begin, end = locate(C, L, splits, tiles, K, BL, BC)
     pivot = pivot_of(x_ptr + n * C * L, begin, end - begin, channel, valid, C, L, CHANNELS_LAST)
     # with a Gram matrix the tensor cores take the sums, except those that must not be of rounded
     # values
@@ -120,7 +113,6 @@ def measure(
     pool: int = 1,
     weight: Tensor | None = None,
     whole: bool = False,
-    walked: Walk | None = None,
 ) -> Parts:
     """Measure x, contiguous in one of the two layouts.
 
@@ -130,12 +122,11 @@ def measure(
         gram: take the Gram matrices too.
         pool, weight: side of the max-pool window before them, and the values whose sign it follows.
         whole: do not split samples.
-        walked: how to cut x, instead of the usual way.
     """
     n, channels, height, width = x.shape
     pixels = height * width
     groups = ceil_div(channels, group_size)
-    cut = walked or measure_walk(x, group_size, gram=gram, pool=pool)
+    cut = measure_walk(x, group_size, gram=gram, pool=pool)
     cut = cut._replace(splits=1) if whole else cut
     half = 0.5 if x.dtype == torch.float16 else 1.0
     pivot, rest, square = empty(x.device, 3, n * cut.splits, channels)

@@ -18,6 +18,7 @@ from cenet.kernels.tiles import (
     in_two_parts,
     load_channel_values,
     load_matrix,
+    load_w,
     matrix_offsets,
     pivot_of,
     round_to,
@@ -158,9 +159,7 @@ def backward_pooled_kernel(
     channel, valid = block_channels(program % blocks, C, K, BC)
     center, rstd, gamma, beta, offset = load_channel_values(values_ptr, channel, valid, C)
     i, j = channel[:, None], channel[None, :]
-    w = tl.zeros((BC,), tl.float32)
-    if w_ptr is not None:
-        w = tl.load(w_ptr + n * C + channel, mask=valid, other=0.0)
+    w = load_w(w_ptr, n, channel, valid, C, BC)
     e = tl.load(e_ptr + n * C + channel, mask=valid, other=0.0)
     f = tl.load(f_ptr + n * C + channel, mask=valid, other=0.0)
     size = tl.load(size_ptr + channel // K, mask=valid, other=1.0)

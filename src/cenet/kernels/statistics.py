@@ -12,23 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 from cenet.kernels.launch import empty, launch
+from cenet.kernels.modes import ABSENT, BATCH, RUNNING, Mode
 from cenet.kernels.moments import Parts
 from cenet.kernels.tiles import ceil_div, dot, power_of_2
 
 ROWS = 128  # samples a program looks at together
 GRAMS = 64  # Gram matrices of 16 × 16 a program adds at a time
-# where statistics come from
-ABSENT, BATCH, RUNNING = 0, 1, 2
 IS_BATCH = tl.constexpr(BATCH)
 IS_RUNNING = tl.constexpr(RUNNING)
-
-
-class Mode(NamedTuple):
-    """Which statistics the norm, decorrelation and reweighting use: ABSENT, BATCH or RUNNING."""
-
-    norm: int
-    bd: int
-    ir: int
 
 
 class Statistics(NamedTuple):
@@ -40,6 +31,14 @@ class Statistics(NamedTuple):
     instances: Tensor  # (2, N, C): mean − center, and variance
     matrices: Tensor  # (3, G, K, K): W, P, and the covariance of x̂
     iterates: Tensor  # (G, 3·steps, K, K), Newton's Y, step and Z
+
+
+@triton.jit
+def group_channels(group, C, K: tl.constexpr, KP: tl.constexpr):
+    """Places of a group, their channels, and which of them hold one."""
+    place = tl.arange(0, KP)
+    channel = group * K + place
+    return place, channel, (place < K) & (channel < C)
 
 
 @triton.jit
@@ -108,9 +107,7 @@ def _statistics_kernel(
     IR: tl.constexpr,
 ):
     group = tl.program_id(0)
-    place = tl.arange(0, KP)
-    channel = group * K + place
-    valid = (place < K) & (channel < C)
+    place, channel, valid = group_channels(group, C, K, KP)
     gamma = tl.where(valid, 1.0, 0.0)
     if weight_ptr is not None:
         gamma = tl.load(weight_ptr + channel, mask=valid, other=0.0).to(tl.float32)

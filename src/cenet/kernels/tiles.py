@@ -10,13 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from cenet.kernels.launch import INTERPRETED
+from cenet.kernels.modes import ACTIVATIONS
 
-ACTIVATIONS = {"none": 0, "relu": 1, "leaky_relu": 2, "elu": 3}
-NONE = tl.constexpr(0)
-RELU = tl.constexpr(1)
-LEAKY_RELU = tl.constexpr(2)
-
-
+NONE = tl.constexpr(ACTIVATIONS["none"])
+RELU = tl.constexpr(ACTIVATIONS["relu"])
+LEAKY_RELU = tl.constexpr(ACTIVATIONS["leaky_relu"])
 # of a split: what it finds must be put together with the rest
 LEAST_TILES = 8
 
@@ -68,9 +66,9 @@ def ceil_div(value: int, by: int) -> int:
     return -(-value // by)
 
 
-def power_of_2(value: int, least: int = 16) -> int:
+def power_of_2(value: int) -> int:
     """The next power of two; a dot wants at least 16."""
-    return max(least, 1 << (value - 1).bit_length())
+    return max(16, 1 << (value - 1).bit_length())
 
 
 def has_few_pixels(x: Tensor) -> bool:
@@ -97,6 +95,33 @@ def block_channels(block, C, K: tl.constexpr, BC: tl.constexpr):
     place = tl.arange(0, BC)
     channel = block * width + place
     return channel, (place < width) & (channel < C)
+
+
+@triton.jit
+def locate(C, L, splits, tiles, K: tl.constexpr, BL: tl.constexpr, BC: tl.constexpr):
+    """What a program works on: its row, sample, channels, and pixels from begin to end."""
+    blocks = tl.cdiv(C, BC // K * K)
+    program = tl.program_id(0)
+    row = program // blocks
+    channel, valid = block_channels(program % blocks, C, K, BC)
+    begin = row % splits * tiles * BL
+    return (
+        row,
+        tl.cast(row // splits, tl.int64),
+        channel,
+        valid,
+        begin,
+        tl.minimum(begin + tiles * BL, L),
+    )
+
+
+@triton.jit
+def load_w(w_ptr, n, channel, valid, C, BC: tl.constexpr):
+    """w_n for the channels of a block, 0 if there is none."""
+    if w_ptr is None:
+        return tl.zeros((BC,), tl.float32)
+    else:
+        return tl.load(w_ptr + n * C + channel, mask=valid, other=0.0)
 
 
 @triton.jit

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from cenet import ops
+from cenet.kernels.modes import ABSENT, BATCH, RUNNING
 from cenet.nn.norms import is_hooked, uses_batch_statistics
 from cenet.nn.running import is_recomputation
 
@@ -39,13 +40,17 @@ def inside_and_after(act: nn.Module | None) -> tuple[str, float, nn.Module | Non
     return ("none", 0.0, act) if inside is None else (*inside, None)
 
 
+def no_kernel_for(ir: Any) -> str | None:
+    """Why the kernels cannot run this gate, if they cannot."""
+    return "they do not have the released code's variant of the gate" if ir.released else None
+
+
 def can_fuse(x: Tensor, norm: Any, branches: Branches) -> bool:
     """Whether `run` can do this: RuntimeError if it must, by the chosen backend, and cannot."""
     bd, ir = branches.bd, branches.ir
     tensors = [*_affine(norm), branches.mix_logit, branches.blend, *(branches.gate or ())]
     group_size = 1 if bd is None else bd.group_size
-    released = ir is not None and ir.released
-    return ops.use_kernels(x, tensors, group_size, released=released)
+    return ops.use_kernels(x, tensors, group_size, None if ir is None else no_kernel_for(ir))
 
 
 def run(
@@ -66,19 +71,19 @@ def run(
         act, residual: what follows.
         batch: CE takes the statistics of this batch.
     """
-    bd, ir = branches.bd, branches.ir
-    norm_batch = norm is not None and uses_batch_statistics(norm)
-    source = ops.BATCH if batch else ops.RUNNING
-    mode = (
-        ops.ABSENT if norm is None else ops.BATCH if norm_batch else ops.RUNNING,
-        ops.ABSENT if bd is None else source,
-        ops.ABSENT if ir is None else source,
-    )
-    name, slope, after = inside_and_after(act)
     if residual is not None and residual.dtype != x.dtype:
         # their sum has another dtype than x, which the kernels would keep
         y = run(x, norm, branches, None, None, batch=batch) + residual
         return y if act is None else act(y)
+    bd, ir = branches.bd, branches.ir
+    norm_batch = norm is not None and uses_batch_statistics(norm)
+    source = BATCH if batch else RUNNING
+    mode = (
+        ABSENT if norm is None else BATCH if norm_batch else RUNNING,
+        ABSENT if bd is None else source,
+        ABSENT if ir is None else source,
+    )
+    name, slope, after = inside_and_after(act)
     fixed_norm = norm is not None and not norm_batch
     y, values, _, matrices, _, _, _, inv_std = ops.norm_ce(
         x,
