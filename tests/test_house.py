@@ -22,6 +22,7 @@ LEVELS = [
             "kernels.modes",
             "kernels.launch",
             "kernels.tiles",
+            "kernels.operands",
             "kernels.pooling",
             "kernels.moments",
         ),

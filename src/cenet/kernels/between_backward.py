@@ -57,7 +57,7 @@ class SmallGradients(NamedTuple):
     blend: Tensor | None
 
 
-@triton.jit(do_not_specialize=["N", "L", "groups", "windows", "rows", "splits", "columns"])
+@triton.jit(do_not_specialize=["N", "L", "groups", "windows", "rows", "columns"])
 def _first_kernel(
     grad_P_ptr,  # (rows, G, K, K), or None
     grad_d_ptr,  # (N·splits, C)
@@ -110,9 +110,9 @@ def _first_kernel(
         if program >= first:
             block = program - first
             hidden_backward(
-                block // columns, block % columns, grad_d_ptr, grad_c_ptr, values_ptr, gate_ptr,
-                w2_ptr, inv_std_ptr, mix_logit_ptr, blend_ptr, grad_logit_ptr, grad_hidden_ptr, N,
-                C, H, splits, GATE_BN, GATE_BW, GATE_BK,
+                block // columns, block % columns, columns, grad_d_ptr, grad_c_ptr, values_ptr,
+                gate_ptr, w2_ptr, inv_std_ptr, mix_logit_ptr, blend_ptr, grad_logit_ptr,
+                grad_hidden_ptr, N, C, H, splits, GATE_BN, GATE_BW, GATE_BK,
             )  # fmt: skip
 
 
@@ -147,7 +147,6 @@ def _finish_group(
     Q_ptr,  # (G, K, K), or None
     e_ptr,  # (N, C)
     f_ptr,  # (N, C)
-    size_ptr,  # (G,)
     grad_gamma_ptr,  # (C,)
     grad_beta_ptr,  # (C,)
     scalars_ptr,  # (G, 2): Σ gw is the second
@@ -162,7 +161,6 @@ def _finish_group(
     NORM: tl.constexpr,
     BD: tl.constexpr,
     IR: tl.constexpr,
-    SCALE: tl.constexpr,
     POOLED: tl.constexpr,
 ):
     """γ, β, and what dx gets through the statistics of a group."""
@@ -208,7 +206,6 @@ def _finish_group(
     grad_gamma = tl.sum(grad_gamma_rows, 0)
     grad_beta = tl.sum(grad_beta_rows, 0)
 
-    size = 0.0
     centering = tl.zeros((KP,), tl.float32)
     if BD > 0:
         grad_gamma += tl.load(affine_ptr + channel, mask=valid, other=0.0)
@@ -222,24 +219,12 @@ def _finish_group(
             # Q acts on x̂ − its mean, which is 0 unless the norm uses running statistics
             mean = tl.load(values_ptr + 6 * C + channel, mask=valid, other=0.0)
             centering = tl.sum(Q * mean[:, None], 0)
-        if SCALE:
-            size = tl.max(tl.max(tl.abs(Q), 0))
 
     mean_grad = tl.zeros((KP,), tl.float32)
     slope_grad = tl.zeros((KP,), tl.float32)
     if NORM == IS_BATCH:
         mean_grad = gamma * grad_beta / pixels
         slope_grad = gamma * grad_gamma / pixels
-    if SCALE:
-        for start in range(0, N, BN):
-            n = start + tl.arange(0, BN)
-            e, _ = _variance_gradient(
-                grad_u_ptr, n, channel, valid, gamma, r2, through_s, N, C, L, KP, BN, IR
-            )
-            size = tl.maximum(size, tl.max(tl.max(tl.abs(e - slope_grad[None, :]), 0)))
-        size = tl.where(size > 0, size, 1.0)
-    else:
-        size = 1.0
     for start in range(0, N, BN):
         n = start + tl.arange(0, BN)
         e, mask = _variance_gradient(
@@ -249,18 +234,14 @@ def _finish_group(
         if IR > 0:
             f -= e * rstd[None, :] * load_rows(instances_ptr, n, channel, valid, N, C)[0]
         rows_offset = n[:, None].to(tl.int64) * C + channel[None, :]
-        tl.store(e_ptr + rows_offset, (e - slope_grad[None, :]) / size, mask=mask)
+        tl.store(e_ptr + rows_offset, e - slope_grad[None, :], mask=mask)
         tl.store(f_ptr + rows_offset, f + tl.zeros_like(e), mask=mask)
-    if SCALE:
-        if BD == IS_BATCH:
-            tl.store(Q_ptr + matrix, Q / size, mask=whole)
-    tl.store(size_ptr + group, size)
     tl.store(grad_gamma_ptr + channel, grad_gamma, mask=valid)
     tl.store(grad_beta_ptr + channel, grad_beta, mask=valid)
     tl.store(scalars_ptr + group * 2 + 1, tl.sum(grad_w_sum))
 
 
-@triton.jit(do_not_specialize=["N", "L", "groups", "splits", "blocks", "columns"])
+@triton.jit(do_not_specialize=["N", "L", "groups", "blocks", "columns"])
 def _last_kernel(
     grad_d_ptr,  # (N·splits, C)
     grad_c_ptr,  # (N·splits, C)
@@ -276,7 +257,6 @@ def _last_kernel(
     Q_ptr,  # (G, K, K), or None
     e_ptr,  # (N, C)
     f_ptr,  # (N, C)
-    size_ptr,  # (G,)
     grad_gamma_ptr,  # (C,)
     grad_beta_ptr,  # (C,)
     scalars_ptr,  # (G, 2)
@@ -302,7 +282,6 @@ def _last_kernel(
     NORM: tl.constexpr,
     BD: tl.constexpr,
     IR: tl.constexpr,
-    SCALE: tl.constexpr,
     POOLED: tl.constexpr,
     GP: tl.constexpr,
     GATE_BW: tl.constexpr,
@@ -313,8 +292,8 @@ def _last_kernel(
         _finish_group(
             program, grad_d_ptr, grad_c_ptr, grad_u_ptr, gate_scalars_ptr, values_ptr,
             instances_ptr, w_ptr, inv_std_ptr, mix_logit_ptr, blend_ptr, affine_ptr, Q_ptr, e_ptr,
-            f_ptr, size_ptr, grad_gamma_ptr, grad_beta_ptr, scalars_ptr, N, C, L,
-            splits, blocks, K, KP, BN, NORM, BD, IR, SCALE, POOLED,
+            f_ptr, grad_gamma_ptr, grad_beta_ptr, scalars_ptr, N, C, L,
+            splits, blocks, K, KP, BN, NORM, BD, IR, POOLED,
         )  # fmt: skip
     if IR > 0:
         if program >= groups:
@@ -343,9 +322,8 @@ def between_backward(
     blend: Tensor | None,
     steps: int,
     pool: int,
-    half: bool,
 ) -> SmallGradients:
-    """Everything between the two backward passes. With `half`, Q and e are scaled for float16."""
+    """Everything between the two backward passes."""
     n, channels, height, width = shape
     group_size, device = mapping.group_size, found.values.device
     groups = ceil_div(channels, group_size)
@@ -375,22 +353,22 @@ def between_backward(
     grad_mix_logit = None if mix_logit is None else torch.empty_like(mix_logit)
     grad_blend = None if blend is None else torch.empty_like(blend)
     e, f = empty(device, 2, n, channels)
-    size, gamma, beta = empty(device, groups), empty(device, channels), empty(device, channels)
+    gamma, beta = empty(device, channels), empty(device, channels)
     columns = ceil_div(channels, WIDTH)
     constants = group_constants(group_size, mode)
     del constants["BR"]
     launch(
         _last_kernel, (groups + ceil_div(units, WIDTH) * columns,),
         sums.d, sums.c, grad_u, gate_scalars, found.values, found.instances, mapping.w,
-        state and state.inv_std, mix_logit, blend, affine, Q, e, f, size, gamma, beta,
+        state and state.inv_std, mix_logit, blend, affine, Q, e, f, gamma, beta,
         scalars, gate_rows, grad_logit, *(grads or (None,) * 4), grad_mix_logit, grad_blend, n,
         channels, pixels, units, groups, sums.splits,
         0 if gate_scalars is None else len(gate_scalars), columns,
-        SCALE=half, POOLED=pooled_offset is not None, GP=power_of_2(groups), GATE_BW=WIDTH,
+        POOLED=pooled_offset is not None, GP=power_of_2(groups), GATE_BW=WIDTH,
         GATE_BK=power_of_2(min(n, DEPTH)), **constants,
     )  # fmt: skip
     if gate is None and grad_blend is not None:
         through_W, through_w = scalars.sum(0)
         grad_blend = (through_W - through_w).to(grad_blend.dtype)
-    through = StatisticsGradient(Q, e, f, size, pooled_offset)
+    through = StatisticsGradient(Q, e, f, pooled_offset)
     return SmallGradients(through, gamma, beta, grads, grad_mix_logit, grad_blend)

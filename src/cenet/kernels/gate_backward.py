@@ -51,6 +51,7 @@ def _load_grad_w(grad_d_ptr, grad_c_ptr, values_ptr, n, c, N, C, splits):
 def hidden_backward(
     row,
     column,
+    columns,
     grad_d_ptr,  # (N·splits, C)
     grad_c_ptr,  # (N·splits, C)
     values_ptr,  # (8, C)
@@ -78,11 +79,14 @@ def hidden_backward(
         c = start + tl.arange(0, BK)
         grad_w = _load_grad_w(grad_d_ptr, grad_c_ptr, values_ptr, n, c, N, C, splits)
         gate = load_block(gate_ptr, n, c, N, C)
-        grad_logit = share * grad_w * gate * (1 - gate)
-        total += dot(grad_logit, load_block(w2_ptr, c, h, C, H))
-        if column == 0:
-            store_block(grad_logit_ptr, n, c, N, C, grad_logit)
+        total += dot(share * grad_w * gate * (1 - gate), load_block(w2_ptr, c, h, C, H))
     store_block(grad_hidden_ptr, n, h, N, H, total)
+    # the programs of a row share what they all have computed; in the loop, a store would hold it up
+    for start in range(column * BK, C, columns * BK):
+        c = start + tl.arange(0, BK)
+        grad_w = _load_grad_w(grad_d_ptr, grad_c_ptr, values_ptr, n, c, N, C, splits)
+        gate = load_block(gate_ptr, n, c, N, C)
+        store_block(grad_logit_ptr, n, c, N, C, share * grad_w * gate * (1 - gate))
 
 
 @triton.jit
@@ -144,12 +148,18 @@ def _variance_backward_kernel(
         )
         grad_z = spread[:, None] * (grad * weight - first[:, None] - z * second[:, None])
         grad_u += dot(grad_z, load_block(w1_ptr, h, c, H, C))
-        if tl.program_id(1) == 0:
-            norm = z * weight + load_vector(norm_bias_ptr, h, H)[None, :]
-            store_block(norm_ptr, n, h, N, H, tl.maximum(norm, 0.0))
-            store_block(standard_ptr, n, h, N, H, z)
-            store_block(grad_norm_ptr, n, h, N, H, grad)
-            store_block(grad_z_ptr, n, h, N, H, grad_z)
+    # the programs of a row share what they all have computed
+    for start in range(tl.program_id(1) * BK, H, tl.num_programs(1) * BK):
+        h = start + tl.arange(0, BK)
+        z, grad, weight = _norm_backward(
+            hidden_ptr, grad_hidden_ptr, norm_weight_ptr, norm_bias_ptr, mean, spread, n, h, N, H
+        )
+        norm = z * weight + load_vector(norm_bias_ptr, h, H)[None, :]
+        grad_z = spread[:, None] * (grad * weight - first[:, None] - z * second[:, None])
+        store_block(norm_ptr, n, h, N, H, tl.maximum(norm, 0.0))
+        store_block(standard_ptr, n, h, N, H, z)
+        store_block(grad_norm_ptr, n, h, N, H, grad)
+        store_block(grad_z_ptr, n, h, N, H, grad_z)
     store_block(grad_u_ptr, n, c, N, C, grad_u)
     scale = load_vector(values_ptr + 7 * C, c, C)[None, :]
     grad_w = _load_grad_w(grad_d_ptr, grad_c_ptr, values_ptr, n, c, N, C, splits)
@@ -209,21 +219,22 @@ def weights_backward(
     scale = load_vector(values_ptr + 7 * C, c, C) * r
     grad_w1 = tl.zeros((BW, BW), tl.float32)
     grad_w2 = tl.zeros((BW, BW), tl.float32)
-    grad_norm_weight = tl.zeros((BK, BW), tl.float32)
-    grad_norm_bias = tl.zeros((BK, BW), tl.float32)
     for start in range(0, N, BK):
         n = start + tl.arange(0, BK)
         u = load_block(var_ptr, n, c, N, C) * (scale * scale)[None, :]
         grad_w1 = dot(tl.trans(load_block(grad_z_ptr, n, h, N, H)), u, grad_w1)
         grad_logit = tl.trans(load_block(grad_logit_ptr, n, c, N, C))
         grad_w2 = dot(grad_logit, load_block(norm_ptr, n, h, N, H), grad_w2)
-        if column == 0:
-            grad = load_block(grad_norm_ptr, n, h, N, H)
-            grad_norm_weight += grad * load_block(standard_ptr, n, h, N, H)
-            grad_norm_bias += grad
     store_block(grad_w1_ptr, h, c, H, C, grad_w1)
     store_block(grad_w2_ptr, c, h, C, H, grad_w2)
     if column == 0:
+        grad_norm_weight = tl.zeros((BK, BW), tl.float32)
+        grad_norm_bias = tl.zeros((BK, BW), tl.float32)
+        for start in range(0, N, BK):
+            n = start + tl.arange(0, BK)
+            grad = load_block(grad_norm_ptr, n, h, N, H)
+            grad_norm_weight += grad * load_block(standard_ptr, n, h, N, H)
+            grad_norm_bias += grad
         tl.store(grad_norm_weight_ptr + h, tl.sum(grad_norm_weight, 0), mask=h < H)
         tl.store(grad_norm_bias_ptr + h, tl.sum(grad_norm_bias, 0), mask=h < H)
     if (row == 0) & (column == 0):

@@ -137,7 +137,6 @@ def backward(
         blend=block.blend,
         steps=settings.steps,
         pool=settings.pool,
-        half=x.dtype == torch.float16,
     )
     grad = grad if sums.masked is None else sums.masked
     masked = sums.masked is not None

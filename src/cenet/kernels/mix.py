@@ -11,6 +11,7 @@ recomputes the sign of the activation from x, or reads it off y when there was a
     dx      = rstd ⊙ (Pᵀg + w_n γ ⊙ g + Q·x̂ + e_n ⊙ x̂ + f_n)
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -20,25 +21,28 @@ from torch import Tensor
 
 from cenet.kernels.launch import launch
 from cenet.kernels.modes import ACTIVATIONS
+from cenet.kernels.operands import is_raw, map_of_x, operand_of, shift_of, transform
 from cenet.kernels.tiles import (
+    Tile,
     Walk,
     activate,
     alignment,
-    apply,
-    diagonal,
-    has_few_pixels,
     is_channels_last,
     load_channel_values,
     load_matrix,
     load_tile,
     load_w,
     locate,
-    round_to,
-    standardize,
     store_tile,
     tile_offsets,
     walk,
 )
+
+# if channels_last, and if not
+TILES = {
+    True: (Tile(512, 64, 64, 4, 4, 4096), Tile(1, 64, 32, 4, 3, 2048)),
+    False: (Tile(2048, 64, 64, 4, 4, 4096), Tile(1, 256, 16, 4, 3, 2048)),
+}
 
 
 class Map(NamedTuple):
@@ -71,24 +75,29 @@ def _forward_kernel(
     ALIGN: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
     ACT: tl.constexpr,
-    PRECISE: tl.constexpr,
+    RAW: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    DTYPE: tl.constexpr = tl.float32 if PRECISE else x_ptr.dtype.element_ty
     DENSE: tl.constexpr = P_ptr is not None
-    _, n, channel, valid, begin, end = locate(C, L, splits, tiles, K, BL, BC)
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty if RAW and DENSE else tl.float32
+    _, n, channel, valid, begin, end = locate(C, L, splits, tiles, K, BL, BC, ALIGN, CHANNELS_LAST)
     center, rstd, gamma, beta, offset = load_channel_values(values_ptr, channel, valid, C)
     w = load_w(w_ptr, n, channel, valid, C, BC)
-    matrix = tl.zeros((BC, BC), DTYPE)
+    c = w * beta + offset
     if DENSE:
-        fixed = load_matrix(P_ptr, channel[None, :], channel[:, None], valid, K)  # Pᵀ
-        matrix = round_to(fixed + diagonal(w * gamma, BC), DTYPE)
+        P = load_matrix(P_ptr, channel[:, None], channel[None, :], valid, K)
+        shift, left = shift_of(center, rstd, DTYPE, RAW)
+        matrix, _, unit, c = map_of_x(P, w * gamma, rstd, c, left, DTYPE, RAW, BC)
+    else:
+        shift, unit = center, w * gamma * rstd
     for start in range(begin, end, BL):
         offsets = tile_offsets(n, start, channel, C, L, ALIGN, BL, CHANNELS_LAST)
         inside = (start + tl.arange(0, BL) < end)[:, None] & valid[None, :]
-        x = load_tile(x_ptr, offsets, inside, FULL)
-        x_hat = standardize(x, center, rstd)
-        y = apply(x_hat, matrix, w * gamma, w * beta + offset, DTYPE, DENSE)
+        operand = operand_of(load_tile(x_ptr, offsets, inside, FULL), shift, DTYPE)
+        if DENSE:
+            y = transform(operand, matrix, unit, c, DTYPE)
+        else:
+            y = operand * unit[None, :] + c[None, :]
         if residual_ptr is not None:
             y += load_tile(residual_ptr, offsets, inside, FULL).to(tl.float32)
         store_tile(y_ptr, offsets, activate(y, slope, ACT), inside, FULL)
@@ -97,7 +106,7 @@ def _forward_kernel(
 def forward(x: Tensor, mapping: Map, residual: Tensor | None = None) -> Tensor:
     """Apply the map to x, in the layout of x."""
     y = torch.empty_like(x)
-    cut = map_walk(x, mapping)
+    cut = walk_over(x, mapping, TILES)
     launch(
         _forward_kernel, grid(x, mapping, cut),
         x, residual, y, *pointers(mapping), *sizes(x), mapping.slope, *cuts(x, cut),
@@ -106,11 +115,11 @@ def forward(x: Tensor, mapping: Map, residual: Tensor | None = None) -> Tensor:
     return y
 
 
-def map_walk(x: Tensor, mapping: Map) -> Walk:
-    """The usual way to cut x up for the passes that write a tensor."""
+def walk_over(x: Tensor, mapping: Map, tiles: Mapping[bool, tuple[Tile, ...]]) -> Walk:
+    """How to cut x up, by the tiles for its layout."""
     n, channels, height, width = x.shape
-    wide = 64 if height * width >= 2048 else 32
-    return walk(n, height * width, channels, mapping.group_size, 2048, (64, wide, 4))
+    choices = tiles[is_channels_last(x)]
+    return walk(n, channels, height * width, mapping.group_size, is_raw(x), choices)
 
 
 def grid(x: Tensor, mapping: Map, cut: Walk) -> tuple[int]:
@@ -142,7 +151,7 @@ def tile_constants(x: Tensor, mapping: Map, cut: Walk) -> dict[str, int | bool]:
         "BC": cut.channels,
         "ALIGN": alignment(x),
         "CHANNELS_LAST": is_channels_last(x),
-        "PRECISE": has_few_pixels(x),
+        "RAW": is_raw(x),
         "num_warps": cut.warps,
         "num_stages": cut.stages,
         "FULL": cut.is_full(x.shape[2] * x.shape[3], x.shape[1], mapping.group_size),

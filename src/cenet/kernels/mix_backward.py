@@ -8,17 +8,19 @@ import triton.language as tl
 from torch import Tensor
 
 from cenet.kernels.launch import empty, launch
-from cenet.kernels.mix import Map, cuts, grid, map_walk, pointers, sizes, tile_constants
+from cenet.kernels.mix import TILES as MAP_TILES
+from cenet.kernels.mix import Map, cuts, grid, pointers, sizes, tile_constants, walk_over
 from cenet.kernels.modes import ACTIVATIONS
-from cenet.kernels.pooling import backward_pooled_kernel
+from cenet.kernels.operands import add_transposed, map_of_x, operand_of, shift_of, transform
+from cenet.kernels.pooling import backward_pooled_kernel, pooled_walk
 from cenet.kernels.tiles import (
     NONE,
-    Walk,
+    RELU,
+    Tile,
     activation_gradient,
     activation_gradient_from_output,
-    apply,
     ceil_div,
-    diagonal,
+    diagonal_of,
     dot,
     first_row,
     in_two_parts,
@@ -28,14 +30,22 @@ from cenet.kernels.tiles import (
     load_w,
     locate,
     matrix_offsets,
-    power_of_2,
     round_to,
     same_group,
-    standardize,
     store_tile,
     tile_offsets,
-    walk,
 )
+
+# if channels_last, and if not
+REDUCE_TILES = {
+    True: (
+        Tile(2048, 64, 32, 4, 3, 4096),
+        Tile(512, 64, 32, 4, 5, 2048),
+        Tile(1, 32, 32, 2, 4, 2048),
+    ),
+    False: (Tile(2048, 64, 16, 1, 3, 2048), Tile(1, 64, 16, 1, 2, 2048)),
+}
+TILES = {True: MAP_TILES[True], False: (Tile(1, 128, 16, 4, 3, 2048),)}
 
 
 class Sums(NamedTuple):
@@ -51,10 +61,9 @@ class Sums(NamedTuple):
 class StatisticsGradient(NamedTuple):
     """How dx depends on x̂ through the statistics."""
 
-    Q: Tensor | None  # (G, K, K), divided by `size`
-    e: Tensor  # (N, C), divided by `size`
+    Q: Tensor | None  # (G, K, K)
+    e: Tensor  # (N, C)
     f: Tensor  # (N, C)
-    size: Tensor  # (G,)
     pooled_offset: Tensor | None  # (C,): Q is applied to pooled x̂, and this is added
 
 
@@ -82,55 +91,66 @@ def _reduce_kernel(
     ALIGN: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
     ACT: tl.constexpr,
-    PRECISE: tl.constexpr,
+    RAW: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    DTYPE: tl.constexpr = tl.float32 if PRECISE else x_ptr.dtype.element_ty
     DENSE: tl.constexpr = P_ptr is not None
-    row, n, channel, valid, begin, end = locate(C, L, splits, tiles, K, BL, BC)
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty if RAW and DENSE else tl.float32
+    # whether g is one of grad and 0, or has been rounded already
+    EXACT: tl.constexpr = y_ptr is not None or ACT == NONE or ACT == RELU
+    row, n, channel, valid, begin, end = locate(
+        C, L, splits, tiles, K, BL, BC, ALIGN, CHANNELS_LAST
+    )
     center, rstd, gamma, beta, offset = load_channel_values(values_ptr, channel, valid, C)
     w = load_w(w_ptr, n, channel, valid, C, BC)
-    matrix = tl.zeros((BC, BC), DTYPE)
+    c = w * beta + offset
     if DENSE:
-        fixed = load_matrix(P_ptr, channel[None, :], channel[:, None], valid, K)  # Pᵀ
-        matrix = round_to(fixed + diagonal(w * gamma, BC), DTYPE)
-    # with a matrix the tensor cores take the sums, except those that must not see rounded values
-    products = tl.zeros((BC, BC), tl.float32)
-    aligned = tl.zeros((BL, BC), tl.float32)
+        P = load_matrix(P_ptr, channel[:, None], channel[None, :], valid, K)
+        shift, left = shift_of(center, rstd, DTYPE, RAW)
+        matrix, _, unit, c = map_of_x(P, w * gamma, rstd, c, left, DTYPE, RAW, BC)
+    else:
+        shift, unit = center, w * gamma * rstd
+    # with a matrix the tensor cores take the sums
+    products = tl.zeros((BC if DENSE else BL, BC), tl.float32)
     sums = tl.zeros((16 if DENSE else BL, BC), tl.float32)
     for start in range(begin, end, BL):
         offsets = tile_offsets(n, start, channel, C, L, ALIGN, BL, CHANNELS_LAST)
         inside = (start + tl.arange(0, BL) < end)[:, None] & valid[None, :]
-        x = load_tile(x_ptr, offsets, inside, FULL)
+        operand = operand_of(load_tile(x_ptr, offsets, inside, FULL), shift, DTYPE)
         grad = load_tile(grad_ptr, offsets, inside, FULL).to(tl.float32)
-        x_hat = standardize(x, center, rstd)
-        if not FULL:
-            # what is outside may be too large for its dtype, and is multiplied with 0
-            x_hat = tl.where(inside, x_hat, 0.0)
         if y_ptr is not None:
             y = load_tile(y_ptr, offsets, inside, FULL).to(tl.float32)
             g = activation_gradient_from_output(grad, y, slope, ACT)
             store_tile(masked_ptr, offsets, g, inside, FULL)
-        elif ACT != NONE:
-            before = apply(x_hat, matrix, w * gamma, w * beta + offset, DTYPE, DENSE)
-            g = activation_gradient(grad, before, slope, ACT)
-        else:
+        elif ACT == NONE:
             g = grad
-        if DENSE:
-            products = dot(tl.trans(round_to(g, DTYPE)), round_to(x_hat, DTYPE), products)
-            sums = dot(tl.full((16, BL), 1.0, DTYPE), round_to(g, DTYPE), sums)
+        elif DENSE:
+            g = activation_gradient(grad, transform(operand, matrix, unit, c, DTYPE), slope, ACT)
         else:
+            g = activation_gradient(grad, operand * unit[None, :] + c[None, :], slope, ACT)
+        if DENSE:
+            g, rest = in_two_parts(g, DTYPE)
+            products = dot(tl.trans(g), operand, products)
+            sums = dot(tl.full((16, BL), 1.0, DTYPE), g, sums)
+            if not EXACT and tl.float32 != DTYPE:
+                products = dot(tl.trans(rest), operand, products)
+                sums = dot(tl.full((16, BL), 1.0, DTYPE), rest, sums)
+        else:
+            products += g * operand
             sums += g
-        aligned += g * x_hat
-    part = tl.cast(row, tl.int64) * C + channel
     if DENSE:
+        grad_c = first_row(sums)
+        products = (products - grad_c[:, None] * left[None, :]) * rstd[None, :]
+        grad_d = tl.sum(diagonal_of(products, BC), 0)
         i, j = channel[:, None], channel[None, :]
         offsets = tl.cast(row, tl.int64) * G * K * K + matrix_offsets(i, j, K)
         tl.store(grad_P_ptr + offsets, products, mask=same_group(i, j, valid, K))
-        tl.store(grad_c_ptr + part, first_row(sums), mask=valid)
     else:
-        tl.store(grad_c_ptr + part, tl.sum(sums, 0), mask=valid)
-    tl.store(grad_d_ptr + part, tl.sum(aligned, 0), mask=valid)
+        grad_c = tl.sum(sums, 0)
+        grad_d = tl.sum(products, 0) * rstd
+    part = tl.cast(row, tl.int64) * C + channel
+    tl.store(grad_c_ptr + part, grad_c, mask=valid)
+    tl.store(grad_d_ptr + part, grad_d, mask=valid)
 
 
 @triton.jit
@@ -144,7 +164,6 @@ def _backward_kernel(
     Q_ptr,  # (G, K, K), or None
     e_ptr,  # (N, C)
     f_ptr,  # (N, C)
-    size_ptr,  # (G,)
     C,
     L,
     slope,
@@ -156,51 +175,50 @@ def _backward_kernel(
     ALIGN: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
     ACT: tl.constexpr,
-    PRECISE: tl.constexpr,
+    RAW: tl.constexpr,
     FULL: tl.constexpr,
-    SCALE: tl.constexpr,
 ):
-    DTYPE: tl.constexpr = tl.float32 if PRECISE else x_ptr.dtype.element_ty
     DENSE: tl.constexpr = P_ptr is not None
-    _, n, channel, valid, begin, end = locate(C, L, splits, tiles, K, BL, BC)
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty if RAW and DENSE else tl.float32
+    _, n, channel, valid, begin, end = locate(C, L, splits, tiles, K, BL, BC, ALIGN, CHANNELS_LAST)
     center, rstd, gamma, beta, offset = load_channel_values(values_ptr, channel, valid, C)
-    i, j = channel[:, None], channel[None, :]
-    size = tl.load(size_ptr + channel // K, mask=valid, other=1.0)
     w = load_w(w_ptr, n, channel, valid, C, BC)
     e = tl.load(e_ptr + n * C + channel, mask=valid, other=0.0)
-    f = tl.load(f_ptr + n * C + channel, mask=valid, other=0.0)
-    matrix = tl.zeros((BC, BC), DTYPE)
-    rest = matrix
+    f = tl.load(f_ptr + n * C + channel, mask=valid, other=0.0) * rstd
+    c = w * beta + offset
+    i, j = channel[:, None], channel[None, :]
     if DENSE:
-        matrix, rest = in_two_parts(
-            load_matrix(P_ptr, i, j, valid, K) + diagonal(w * gamma, BC), DTYPE
-        )
-    statistics = tl.zeros((BC, BC), DTYPE)
+        P = load_matrix(P_ptr, i, j, valid, K)
+        shift, left = shift_of(center, rstd, DTYPE, RAW)
+        matrix, rest, unit, c = map_of_x(P, w * gamma, rstd, c, left, DTYPE, RAW, BC)
+    else:
+        shift, left, unit = center, tl.zeros_like(center), w * gamma * rstd
     if Q_ptr is not None:
-        statistics = round_to(load_matrix(Q_ptr, i, j, valid, K) + diagonal(e, BC), DTYPE)
+        Q = rstd[:, None] * load_matrix(Q_ptr, i, j, valid, K)  # symmetric
+        through, _, through_unit, f = map_of_x(Q, rstd * e, rstd, f, left, DTYPE, RAW, BC)
+    else:
+        through_unit = rstd * e * rstd
+        f -= through_unit * left
     for start in range(begin, end, BL):
         offsets = tile_offsets(n, start, channel, C, L, ALIGN, BL, CHANNELS_LAST)
         inside = (start + tl.arange(0, BL) < end)[:, None] & valid[None, :]
-        x = load_tile(x_ptr, offsets, inside, FULL)
+        operand = operand_of(load_tile(x_ptr, offsets, inside, FULL), shift, DTYPE)
         g = load_tile(grad_ptr, offsets, inside, FULL).to(tl.float32)
-        x_hat = standardize(x, center, rstd)
         if ACT != NONE:
-            before = apply(x_hat, tl.trans(matrix), w * gamma, w * beta + offset, DTYPE, DENSE)
+            if DENSE:
+                before = transform(operand, matrix, unit, c, DTYPE)
+            else:
+                before = operand * unit[None, :] + c[None, :]
             g = activation_gradient(g, before, slope, ACT)
-        if Q_ptr is None:
-            dx = apply(g, matrix, w * gamma, f, DTYPE, DENSE) + (size * e)[None, :] * x_hat
-            if DENSE and tl.float32 != DTYPE:
-                dx = dot(round_to(g, DTYPE), rest, dx)
+        if Q_ptr is not None:
+            dx = transform(operand, through, through_unit, f, DTYPE)
         else:
-            dx = dot(round_to(x_hat, DTYPE), statistics)
-            if SCALE:
-                dx = dx * size[None, :]
-            dx = dot(round_to(g, DTYPE), matrix, dx)
-            if tl.float32 != DTYPE:
-                # a gradient with a mean would show the rounding of the matrix
-                dx = dot(round_to(g, DTYPE), rest, dx)
-            dx += f[None, :]
-        store_tile(dx_ptr, offsets, dx * rstd[None, :], inside, FULL)
+            dx = operand.to(tl.float32) * through_unit[None, :] + f[None, :]
+        if DENSE:
+            dx = add_transposed(dx, round_to(g, DTYPE), matrix, rest, unit, DTYPE)
+        else:
+            dx += g * unit[None, :]
+        store_tile(dx_ptr, offsets, dx, inside, FULL)
 
 
 def reduce(x: Tensor, grad: Tensor, mapping: Map, y: Tensor | None = None) -> Sums:
@@ -212,7 +230,7 @@ def reduce(x: Tensor, grad: Tensor, mapping: Map, y: Tensor | None = None) -> Su
         y: the output, if there was a residual. Then the masked gradient is returned too.
     """
     n, channels, _, _ = x.shape
-    cut = reduce_walk(x, mapping)
+    cut = walk_over(x, mapping, REDUCE_TILES)
     grad_P = None
     if mapping.P is not None:
         grad_P = empty(x.device, cut.rows(n), *mapping.P.shape)
@@ -221,8 +239,8 @@ def reduce(x: Tensor, grad: Tensor, mapping: Map, y: Tensor | None = None) -> Su
     groups = ceil_div(channels, mapping.group_size)
     launch(
         _reduce_kernel, grid(x, mapping, cut),
-        x, grad, y, masked, *pointers(mapping), grad_P, grad_d, grad_c, *sizes(x), groups,
-        mapping.slope, *cuts(x, cut), **tile_constants(x, mapping, cut),
+        x, grad, y, masked, *pointers(mapping), grad_P, grad_d, grad_c, *sizes(x),
+        groups, mapping.slope, *cuts(x, cut), **tile_constants(x, mapping, cut),
         ACT=ACTIVATIONS[mapping.act],
     )  # fmt: skip
     return Sums(grad_P, grad_d, grad_c, cut.splits, masked)
@@ -250,12 +268,11 @@ def backward(
     if through.pooled_offset is not None:
         _launch_pooled(x, grad, dx, mapping, through, act, pool)
         return dx
-    cut = map_walk(x, mapping)
+    cut = walk_over(x, mapping, TILES)
     launch(
         _backward_kernel, grid(x, mapping, cut),
-        x, grad, dx, *pointers(mapping), through.Q, through.e, through.f, through.size, *sizes(x),
-        mapping.slope, *cuts(x, cut), **tile_constants(x, mapping, cut), ACT=act,
-        SCALE=x.dtype == torch.float16,
+        x, grad, dx, *pointers(mapping), through.Q, through.e, through.f, *sizes(x), mapping.slope,
+        *cuts(x, cut), **tile_constants(x, mapping, cut), ACT=act,
     )  # fmt: skip
     return dx
 
@@ -270,7 +287,7 @@ def _launch_pooled(
     pool: int,
 ) -> None:
     n, channels, height, width = x.shape
-    cut = Walk(64, max(32, power_of_2(mapping.group_size)), 1, 4, 3)
+    cut = pooled_walk(x, mapping.group_size, pool)
     tiles = ceil_div(ceil_div(height, pool) * ceil_div(width, pool), cut.pixels)
     rows = max(1, min(tiles, 2048 // n))
     grid = (n * rows * cut.blocks(channels, mapping.group_size),)
@@ -278,13 +295,7 @@ def _launch_pooled(
     del fixed["ALIGN"], fixed["FULL"]
     launch(
         backward_pooled_kernel, grid,
-        x, grad, dx, *pointers(mapping), through.Q, through.e, through.f, through.size,
+        x, grad, dx, *pointers(mapping), through.Q, through.e, through.f,
         through.pooled_offset, channels, height, width, mapping.slope, rows,
         **fixed, ACT=act, POOL=pool,
     )  # fmt: skip
-
-
-def reduce_walk(x: Tensor, mapping: Map) -> Walk:
-    """The usual way to cut x up for the reducing pass."""
-    n, channels, height, width = x.shape
-    return walk(n, height * width, channels, mapping.group_size, 1024, (64, 32, 4))

@@ -12,25 +12,31 @@ import triton.language as tl
 from torch import Tensor
 
 from cenet.kernels.launch import empty, launch
-from cenet.kernels.pooling import measure_pooled_kernel
+from cenet.kernels.operands import is_raw
+from cenet.kernels.pooling import measure_pooled_kernel, pooled_walk
 from cenet.kernels.tiles import (
+    Tile,
     Walk,
     alignment,
     at_least_0,
     ceil_div,
     dot,
     first_row,
-    has_few_pixels,
     is_channels_last,
     locate,
     matrix_offsets,
     pivot_of,
-    power_of_2,
     round_to,
     same_group,
     tile_offsets,
     walk,
 )
+
+# if channels_last, and if not
+TILES = {
+    True: (Tile(512, 32, 32, 2, 4, 2048), Tile(1, 32, 32, 1, 3, 2048)),
+    False: (Tile(1, 64, 16, 1, 3, 2048),),
+}
 
 
 class Parts(NamedTuple):
@@ -66,12 +72,13 @@ def _measure_kernel(
     CHANNELS_LAST: tl.constexpr,
     GRAM: tl.constexpr,
     HALF: tl.constexpr,
-    PRECISE: tl.constexpr,
+    RAW: tl.constexpr,
 ):
-    row, n, channel, valid, begin, end = locate(C, L, splits, tiles, K, BL, BC)
+    row, n, channel, valid, begin, end = locate(
+        C, L, splits, tiles, K, BL, BC, ALIGN, CHANNELS_LAST
+    )
     pivot = pivot_of(x_ptr + n * C * L, begin, end - begin, channel, valid, C, L, CHANNELS_LAST)
-    # with a Gram matrix the tensor cores take the sums, except those that must not be of rounded
-    # values
+    # with a Gram matrix the tensor cores take the sums, but squares must not be of rounded values
     sums = tl.zeros((16 if GRAM else BL, BC), tl.float32)
     squares = tl.zeros((BL, BC), tl.float32)
     products = tl.zeros((BC, BC), tl.float32)
@@ -82,7 +89,7 @@ def _measure_kernel(
         centered = tl.where(inside, x.to(tl.float32) - pivot[None, :], 0.0)
         if GRAM:
             # the difference of two float16 may not fit float16; its half does
-            operand = round_to(centered * HALF, tl.float32 if PRECISE else x.dtype)
+            operand = round_to(centered * HALF, x.dtype if RAW else tl.float32)
             sums = dot(tl.full((16, BL), 1.0, operand.dtype), operand, sums)
             products = dot(tl.trans(operand), operand, products)
         else:
@@ -92,12 +99,11 @@ def _measure_kernel(
         sum_ = first_row(sums) / HALF
     else:
         sum_ = tl.sum(sums, 0)
-    square = tl.sum(squares, 0)
     rest = sum_ / (end - begin)
     part = tl.cast(row, tl.int64) * C + channel
     tl.store(pivot_ptr + part, pivot, mask=valid)
     tl.store(rest_ptr + part, rest, mask=valid)
-    tl.store(square_ptr + part, at_least_0(square - sum_ * rest), mask=valid)
+    tl.store(square_ptr + part, at_least_0(tl.sum(squares, 0) - sum_ * rest), mask=valid)
     if GRAM:
         i, j = channel[:, None], channel[None, :]
         gram = products / (HALF * HALF) - sum_[:, None] * rest[None, :]
@@ -132,7 +138,7 @@ def measure(
     pivot, rest, square = empty(x.device, 3, n * cut.splits, channels)
     grams = empty(x.device, cut.rows(n) if gram else 0, groups, group_size, group_size)
     grid = (cut.rows(n) * cut.blocks(channels, group_size),)
-    shared = {"CHANNELS_LAST": is_channels_last(x), "HALF": half, "PRECISE": has_few_pixels(x)}
+    shared = {"CHANNELS_LAST": is_channels_last(x), "HALF": half, "RAW": is_raw(x)}
     shared |= {"K": group_size, "BL": cut.pixels, "BC": cut.channels}
     options = {"num_warps": cut.warps, "num_stages": cut.stages}
     if gram and pool > 1:
@@ -157,5 +163,6 @@ def measure_walk(x: Tensor, group_size: int, *, gram: bool, pool: int) -> Walk:
     """The usual way to cut x up for measuring."""
     n, channels, height, width = x.shape
     if gram and pool > 1:
-        return Walk(64, max(32, power_of_2(group_size)), 1, 4, 3)
-    return walk(n, height * width, channels, group_size, 2048, (64, 32, 2))
+        return pooled_walk(x, group_size, pool)
+    choices = TILES[is_channels_last(x)]
+    return walk(n, channels, height * width, group_size, is_raw(x), choices)

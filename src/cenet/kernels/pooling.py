@@ -5,27 +5,37 @@ Pooling commutes with the norm if it follows the sign of γ, so x itself is pool
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from cenet.kernels.operands import add_transposed, map_of_x, operand_of, shift_of, transform
 from cenet.kernels.tiles import (
     NONE,
+    Walk,
     activation_gradient,
-    apply,
     at_least_0,
     block_channels,
-    diagonal,
     dot,
     first_row,
-    in_two_parts,
     load_channel_values,
     load_matrix,
     load_w,
     matrix_offsets,
     pivot_of,
+    power_of_2,
     round_to,
     same_group,
     sign_of,
-    standardize,
 )
+
+# three tensors of all pixels of a tile of windows are under way at a time, if they fit
+ROOM = 2**16
+
+
+def pooled_walk(x: Tensor, group_size: int, pool: int) -> Walk:
+    """How to cut x up into tiles of windows; samples are not split."""
+    channels = max(32, power_of_2(group_size))
+    fits = 3 * pool**2 * 64 * channels * x.element_size() <= ROOM
+    return Walk(64, channels, 1, 4, 2 if fits else 1)
 
 
 @triton.jit
@@ -72,7 +82,7 @@ def measure_pooled_kernel(
     CHANNELS_LAST: tl.constexpr,
     POOL: tl.constexpr,
     HALF: tl.constexpr,
-    PRECISE: tl.constexpr,
+    RAW: tl.constexpr,
 ):
     """As `moments` does, with the Gram matrix of the pooled x."""
     L = H * W
@@ -106,7 +116,7 @@ def measure_pooled_kernel(
                 pooled = tl.maximum(pooled, signed, propagate_nan=tl.PropagateNan.ALL)
         mask = (window < windows)[:, None] & valid[None, :]
         pooled = tl.where(mask, pooled * sign[None, :], 0.0)
-        operand = round_to(pooled * HALF, tl.float32 if PRECISE else x_ptr.dtype.element_ty)
+        operand = round_to(pooled * HALF, x_ptr.dtype.element_ty if RAW else tl.float32)
         pooled_sums += dot(tl.full((16, BL), 1.0, operand.dtype), operand)
         products += dot(tl.trans(operand), operand)
     part = n * C + channel
@@ -135,7 +145,6 @@ def backward_pooled_kernel(
     Q_ptr,  # (G, K, K)
     e_ptr,  # (N, C)
     f_ptr,  # (N, C)
-    size_ptr,  # (G,)
     pooled_offset_ptr,  # (C,)
     C,
     H,
@@ -147,11 +156,11 @@ def backward_pooled_kernel(
     BC: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
     ACT: tl.constexpr,
-    PRECISE: tl.constexpr,
+    RAW: tl.constexpr,
     POOL: tl.constexpr,
 ):
     """dx, where Q reaches only the pixel of each window that was the largest."""
-    DTYPE: tl.constexpr = tl.float32 if PRECISE else x_ptr.dtype.element_ty
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty if RAW else tl.float32
     windows = tl.cdiv(H, POOL) * tl.cdiv(W, POOL)
     blocks = tl.cdiv(C, BC // K * K)
     program = tl.program_id(0)
@@ -161,11 +170,16 @@ def backward_pooled_kernel(
     i, j = channel[:, None], channel[None, :]
     w = load_w(w_ptr, n, channel, valid, C, BC)
     e = tl.load(e_ptr + n * C + channel, mask=valid, other=0.0)
-    f = tl.load(f_ptr + n * C + channel, mask=valid, other=0.0)
-    size = tl.load(size_ptr + channel // K, mask=valid, other=1.0)
+    f = tl.load(f_ptr + n * C + channel, mask=valid, other=0.0) * rstd
     pooled_offset = tl.load(pooled_offset_ptr + channel, mask=valid, other=0.0)
-    matrix, rest = in_two_parts(load_matrix(P_ptr, i, j, valid, K) + diagonal(w * gamma, BC), DTYPE)
-    Q = round_to(load_matrix(Q_ptr, i, j, valid, K), DTYPE)
+    P = load_matrix(P_ptr, i, j, valid, K)
+    shift, left = shift_of(center, rstd, DTYPE, RAW)
+    matrix, rest, unit, c = map_of_x(P, w * gamma, rstd, w * beta + offset, left, DTYPE, RAW, BC)
+    Q = rstd[:, None] * load_matrix(Q_ptr, i, j, valid, K)
+    nothing = tl.zeros((BC,), tl.float32)
+    through, _, through_unit, pooled_offset = map_of_x(
+        Q, nothing, rstd, pooled_offset * rstd, left, DTYPE, RAW, BC
+    )
     sign = sign_of(gamma)
     sample = n * C * H * W
     for start in range(program // blocks % rows * BL, windows, rows * BL):
@@ -181,25 +195,20 @@ def backward_pooled_kernel(
             which = tl.where(signed > largest, k, which)
             largest = tl.maximum(largest, signed)
         inside = (window < windows)[:, None] & valid[None, :]
-        largest = tl.where(inside, largest * sign[None, :], 0.0)
-        pooled = standardize(largest, center, rstd)
-        through_pool = size[None, :] * dot(round_to(pooled, DTYPE), Q) + pooled_offset[None, :]
+        largest = tl.where(inside, largest * sign[None, :], 0.0).to(x_ptr.dtype.element_ty)
+        pooled = operand_of(largest, shift, DTYPE)
+        through_pool = transform(pooled, through, through_unit, pooled_offset, DTYPE)
         for k in tl.static_range(POOL * POOL):
             offsets, mask = window_offsets(
                 window, k // POOL, k % POOL, channel, valid, C, H, W, POOL, CHANNELS_LAST
             )
             x = tl.load(x_ptr + sample + offsets, mask=mask, other=0.0)
             g = tl.load(grad_ptr + sample + offsets, mask=mask, other=0.0).to(tl.float32)
-            x_hat = standardize(x, center, rstd)
             if ACT != NONE:
-                before = apply(x_hat, tl.trans(matrix), w, w * beta + offset, DTYPE, True)
-                g = activation_gradient(g, before, slope, ACT)
-            dx = apply(g, matrix, w, f, DTYPE, True) + (size * e)[None, :] * x_hat
-            if tl.float32 != DTYPE:
-                dx = dot(round_to(g, DTYPE), rest, dx)
-            dx += tl.where(which == k, through_pool, 0.0)
-            tl.store(
-                dx_ptr + sample + offsets,
-                round_to(dx * rstd[None, :], dx_ptr.dtype.element_ty),
-                mask=mask,
-            )
+                operand = operand_of(x, shift, DTYPE)
+                g = activation_gradient(g, transform(operand, matrix, unit, c, DTYPE), slope, ACT)
+            centered = x.to(tl.float32) - center[None, :]
+            dx = tl.where(which == k, through_pool, 0.0) + f[None, :]
+            dx += (rstd * e * rstd)[None, :] * centered
+            dx = add_transposed(dx, round_to(g, DTYPE), matrix, rest, unit, DTYPE)
+            tl.store(dx_ptr + sample + offsets, round_to(dx, dx_ptr.dtype.element_ty), mask=mask)

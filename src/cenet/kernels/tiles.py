@@ -19,8 +19,19 @@ LEAKY_RELU = tl.constexpr(ACTIVATIONS["leaky_relu"])
 LEAST_TILES = 8
 
 
+class Tile(NamedTuple):
+    """A way to cut x up that suits samples of at least so many pixels."""
+
+    least: int
+    pixels: int
+    channels: int
+    warps: int
+    stages: int
+    programs: int  # about as many, if that takes splitting samples
+
+
 class Walk(NamedTuple):
-    """How one launch cuts x up. A program takes a sample, or one of its `splits`, for one block of
+    """How one launch cuts x up. A program takes a sample, or one of its splits, for one block of
     channels: whole groups, as many as fit."""
 
     pixels: int  # of a tile
@@ -48,17 +59,20 @@ class Walk(NamedTuple):
 
 @cache
 def walk(
-    n: int, pixels: int, channels: int, group_size: int, programs: int, tile: tuple[int, int, int]
+    n: int, channels: int, pixels: int, group_size: int, raw: bool, choices: tuple[Tile, ...]
 ) -> Walk:
-    """Cut x into about `programs` programs with tiles of (pixels, channels) and that many warps."""
-    tile_pixels, tile_channels, warps = tile
-    tile_channels = max(tile_channels, power_of_2(group_size))
-    tile_pixels = min(tile_pixels, power_of_2(pixels))
+    """Cut x up by the first of the choices that suits; the last must suit all."""
+    tile = next(tile for tile in choices if pixels >= tile.least)
+    widest, most_per_warp = (tile.channels, 2048) if raw else (32, 512)
+    tile_channels = max(min(tile.channels, widest), power_of_2(group_size))
+    tile_pixels = min(tile.pixels, power_of_2(pixels))
     blocks = ceil_div(channels, tile_channels // group_size * group_size)
     tiles = ceil_div(pixels, tile_pixels)
-    splits = max(1, min(programs // blocks // n, tiles // LEAST_TILES))
+    splits = max(1, min(tile.programs // blocks // n, tiles // LEAST_TILES))
     splits = ceil_div(tiles, ceil_div(tiles, splits))  # no split is empty
-    return Walk(tile_pixels, tile_channels, splits, warps, 3)
+    # with more elements a warp, registers overflow
+    warps = max(tile.warps, tile_pixels * tile_channels // most_per_warp)
+    return Walk(tile_pixels, tile_channels, splits, warps, tile.stages)
 
 
 def ceil_div(value: int, by: int) -> int:
@@ -69,13 +83,6 @@ def ceil_div(value: int, by: int) -> int:
 def power_of_2(value: int) -> int:
     """The next power of two; a dot wants at least 16."""
     return max(16, 1 << (value - 1).bit_length())
-
-
-def has_few_pixels(x: Tensor) -> bool:
-    """Whether statistics are of so few values that gradients cancel, and rounding operands to half
-    precision would show. Speed does not matter there."""
-    n, _, height, width = x.shape
-    return height * width <= 16 or n * height * width <= 512
 
 
 def is_channels_last(x: Tensor) -> bool:
@@ -98,21 +105,27 @@ def block_channels(block, C, K: tl.constexpr, BC: tl.constexpr):
 
 
 @triton.jit
-def locate(C, L, splits, tiles, K: tl.constexpr, BL: tl.constexpr, BC: tl.constexpr):
+def locate(
+    C,
+    L,
+    splits,
+    tiles,
+    K: tl.constexpr,
+    BL: tl.constexpr,
+    BC: tl.constexpr,
+    ALIGN: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr,
+):
     """What a program works on: its row, sample, channels, and pixels from begin to end."""
     blocks = tl.cdiv(C, BC // K * K)
     program = tl.program_id(0)
     row = program // blocks
     channel, valid = block_channels(program % blocks, C, K, BC)
     begin = row % splits * tiles * BL
-    return (
-        row,
-        tl.cast(row // splits, tl.int64),
-        channel,
-        valid,
-        begin,
-        tl.minimum(begin + tiles * BL, L),
-    )
+    end = tl.minimum(begin + tiles * BL, L)
+    if not CHANNELS_LAST:
+        end = end // ALIGN * ALIGN  # nothing new, but how wide masked loads may be
+    return row, tl.cast(row // splits, tl.int64), channel, valid, begin, end
 
 
 @triton.jit
@@ -174,12 +187,6 @@ def store_tile(ptr, offsets, values, inside, FULL: tl.constexpr):
 
 
 @triton.jit
-def standardize(x, center, rstd):
-    """x̂ = (x − center) · rstd for the rows of a tile."""
-    return (x.to(tl.float32) - center[None, :]) * rstd[None, :]
-
-
-@triton.jit
 def matrix_offsets(row, column, K: tl.constexpr):
     """Offsets into (G, K, K) of the entries that join channel `row` and channel `column`."""
     return (row // K) * K * K + (row % K) * K + column % K
@@ -196,6 +203,13 @@ def diagonal(values, BC: tl.constexpr):
     """Diag(values), (BC, BC)."""
     place = tl.arange(0, BC)
     return tl.where(place[:, None] == place[None, :], values[None, :], 0.0)
+
+
+@triton.jit
+def diagonal_of(matrix, BC: tl.constexpr):
+    """The matrix without what is off its diagonal."""
+    place = tl.arange(0, BC)
+    return tl.where(place[:, None] == place[None, :], matrix, 0.0)
 
 
 @triton.jit
@@ -298,15 +312,6 @@ def load_matrix(P_ptr, row, column, valid, K: tl.constexpr):
     """The block-diagonal matrix of a block of channels."""
     mask = same_group(row, column, valid, K)
     return tl.load(P_ptr + matrix_offsets(row, column, K), mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def apply(x_hat, matrix, d, c, DTYPE: tl.constexpr, DENSE: tl.constexpr):
-    """(matrix or Diag(d)) · x̂ + c, for the rows x̂ of a tile."""
-    if DENSE:
-        return dot(round_to(x_hat, DTYPE), matrix) + c[None, :]
-    else:
-        return x_hat * d[None, :] + c[None, :]
 
 
 @triton.jit
