@@ -34,7 +34,11 @@ SLOPE = {"leaky_relu": 0.1, "elu": 1.0}
 GUARD = 64  # elements on either side of an allocation that nobody may write to
 
 
-def tolerance(case: Case) -> float:
+def tolerance(case: "Launch") -> float:
+    if case.steps > 5:
+        return 5e-5  # a singular covariance: float32 on the plain path is 2e-5 off, too
+    if case.dtype != torch.float32 and case.act == "elu" and case.residual:
+        return 2 * RTOL[case.dtype]  # the slope, y + 1, is read off a rounded y
     return RTOL[case.dtype]
 
 

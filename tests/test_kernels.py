@@ -120,6 +120,11 @@ VARIATIONS = [
     *(BASE.but(dtype=d, norm="none", act="elu", residual=True) for d in HALF),
     *(BASE.but(dtype=d, layer=b, channels=58) for d in HALF for b in ("bd", "ir")),
     BASE.but(dtype=torch.float16, weights=torch.float16, blend=0.4),
+    # blocks of channels differ from pass to pass, and must round alike
+    BASE.but(dtype=torch.float16, channels=24, n=1, height=52, width=60),
+    # far from 0, and nothing else
+    *(BASE.but(dtype=d, height=24, width=24, offset=1e3) for d in HALF),
+    BASE.but(dtype=torch.bfloat16, height=24, width=24, offset=1e3, scale=0.0, act="none"),
     # several splits of a sample, several blocks of samples, several of hidden units
     BASE.but(n=2, channels=16, height=52, width=60),
     BASE.but(n=2, channels=300, layer="ir", height=2, width=3),

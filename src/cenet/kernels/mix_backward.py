@@ -96,8 +96,8 @@ def _reduce_kernel(
 ):
     DENSE: tl.constexpr = P_ptr is not None
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty if RAW and DENSE else tl.float32
-    # whether g is one of grad and 0, or has been rounded already
-    EXACT: tl.constexpr = y_ptr is not None or ACT == NONE or ACT == RELU
+    # g is more than grad or 0, and nobody has rounded it yet
+    ROUNDED: tl.constexpr = ACT != NONE and ACT != RELU and y_ptr is None
     row, n, channel, valid, begin, end = locate(
         C, L, splits, tiles, K, BL, BC, ALIGN, CHANNELS_LAST
     )
@@ -132,7 +132,7 @@ def _reduce_kernel(
             g, rest = in_two_parts(g, DTYPE)
             products = dot(tl.trans(g), operand, products)
             sums = dot(tl.full((16, BL), 1.0, DTYPE), g, sums)
-            if not EXACT and tl.float32 != DTYPE:
+            if ROUNDED and tl.float32 != DTYPE:
                 products = dot(tl.trans(rest), operand, products)
                 sums = dot(tl.full((16, BL), 1.0, DTYPE), rest, sums)
         else:

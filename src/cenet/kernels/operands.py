@@ -51,10 +51,14 @@ def operand_of(x, shift, DTYPE: tl.constexpr):
 
 @triton.jit
 def unit_of(matrix, DTYPE: tl.constexpr):
-    """What a matrix is divided by before it is rounded, so that float16 holds it."""
+    """What a matrix is divided by before it is rounded, so that float16 holds it.
+
+    A power of two: two blocks of channels round the same entry in the same way.
+    """
     if tl.float16 == DTYPE:
         largest = tl.max(tl.max(tl.abs(matrix), 1), 0)
-        return tl.where(largest > 0, largest, 1.0) / LARGEST
+        power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        return tl.where(power > 0, power, 1.0) / LARGEST
     else:
         return 1.0
 

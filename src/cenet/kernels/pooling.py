@@ -34,8 +34,8 @@ ROOM = 2**16
 def pooled_walk(x: Tensor, group_size: int, pool: int) -> Walk:
     """How to cut x up into tiles of windows; samples are not split."""
     channels = max(32, power_of_2(group_size))
-    fits = 3 * pool**2 * 64 * channels * x.element_size() <= ROOM
-    return Walk(64, channels, 1, 4, 2 if fits else 1)
+    fits = 3 * pool**2 * 2048 * x.element_size() <= ROOM
+    return Walk(2048 // channels, channels, 1, 4, 2 if fits else 1)
 
 
 @triton.jit

@@ -63,15 +63,16 @@ def walk(
 ) -> Walk:
     """Cut x up by the first of the choices that suits; the last must suit all."""
     tile = next(tile for tile in choices if pixels >= tile.least)
-    widest, most_per_warp = (tile.channels, 2048) if raw else (32, 512)
-    tile_channels = max(min(tile.channels, widest), power_of_2(group_size))
-    tile_pixels = min(tile.pixels, power_of_2(pixels))
+    # with more elements a warp, registers overflow
+    widest, most_per_warp = (64, 2048) if raw else (32, 512)
+    least_channels = min(tile.channels, widest)
+    tile_channels = max(least_channels, power_of_2(group_size))
+    tile_pixels = min(tile.pixels * least_channels // tile_channels, power_of_2(pixels))
     blocks = ceil_div(channels, tile_channels // group_size * group_size)
     tiles = ceil_div(pixels, tile_pixels)
     splits = max(1, min(tile.programs // blocks // n, tiles // LEAST_TILES))
     splits = ceil_div(tiles, ceil_div(tiles, splits))  # no split is empty
-    # with more elements a warp, registers overflow
-    warps = max(tile.warps, tile_pixels * tile_channels // most_per_warp)
+    warps = max(tile.warps, tile_pixels * tile_channels // most_per_warp, tile_channels**2 // 1024)
     return Walk(tile_pixels, tile_channels, splits, warps, tile.stages)
 
 
