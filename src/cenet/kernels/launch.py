@@ -22,7 +22,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     if INTERPRETED:
         kernel[grid](*args, **constants)
         return
-    key = (kernel, torch.cuda.current_device(), *constants.values(), *map(_kind, args))
+    key = (id(kernel), torch.cuda.current_device(), *constants.values(), *map(_kind, args))
     if key not in _compiled:
         names = kernel.arg_names[len(args) :]
         compiled = kernel.warmup(*args, grid=grid, **constants)
