@@ -21,7 +21,6 @@ from cenet.kernels.tiles import (
     at_least_0,
     ceil_div,
     dot,
-    first_row,
     is_channels_last,
     locate,
     matrix_offsets,
@@ -33,10 +32,7 @@ from cenet.kernels.tiles import (
 )
 
 # if channels_last, and if not
-TILES = {
-    True: (Tile(512, 32, 32, 2, 4, 2048), Tile(1, 32, 32, 1, 3, 2048)),
-    False: (Tile(1, 64, 16, 1, 3, 2048),),
-}
+TILES = {True: (Tile(1, 32, 32, 2, 4, 2048),), False: (Tile(1, 64, 16, 1, 3, 2048),)}
 
 
 class Parts(NamedTuple):
@@ -78,8 +74,8 @@ def _measure_kernel(
         C, L, splits, tiles, K, BL, BC, ALIGN, CHANNELS_LAST
     )
     pivot = pivot_of(x_ptr + n * C * L, begin, end - begin, channel, valid, C, L, CHANNELS_LAST)
-    # with a Gram matrix the tensor cores take the sums, but squares must not be of rounded values
-    sums = tl.zeros((16 if GRAM else BL, BC), tl.float32)
+    # not of rounded values: errors, alike for all x of a magnitude, would not average out
+    sums = tl.zeros((BL, BC), tl.float32)
     squares = tl.zeros((BL, BC), tl.float32)
     products = tl.zeros((BC, BC), tl.float32)
     for start in range(begin, end, BL):
@@ -90,15 +86,10 @@ def _measure_kernel(
         if GRAM:
             # the difference of two float16 may not fit float16; its half does
             operand = round_to(centered * HALF, x.dtype if RAW else tl.float32)
-            sums = dot(tl.full((16, BL), 1.0, operand.dtype), operand, sums)
             products = dot(tl.trans(operand), operand, products)
-        else:
-            sums += centered
+        sums += centered
         squares += centered * centered
-    if GRAM:
-        sum_ = first_row(sums) / HALF
-    else:
-        sum_ = tl.sum(sums, 0)
+    sum_ = tl.sum(sums, 0)
     rest = sum_ / (end - begin)
     part = tl.cast(row, tl.int64) * C + channel
     tl.store(pivot_ptr + part, pivot, mask=valid)
