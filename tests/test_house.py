@@ -40,6 +40,10 @@ LEVELS = [
         "nn.norm_ce",
         "nn",
     ),
+    (
+        *("baselines.base", "baselines.whitening", "baselines.iter_norm"),
+        *("baselines.switchable_norm", "baselines.switchable_whitening", "baselines"),
+    ),
     ("dataflow", "surgery", "folded", "folding", "checkpoints", "calibration"),
     ("analysis.channels", "analysis", "demo"),
     ("cli",),
