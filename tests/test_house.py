@@ -32,6 +32,7 @@ LEVELS = [
     ),
     (
         "nn.running",
+        "nn.tracing",
         "nn.norms",
         "nn.fused",
         "nn.base",
@@ -44,7 +45,12 @@ LEVELS = [
         *("baselines.base", "baselines.whitening", "baselines.iter_norm"),
         *("baselines.switchable_norm", "baselines.switchable_whitening", "baselines"),
     ),
-    ("dataflow", "surgery", "folded", "folding", "checkpoints", "calibration"),
+    ("dataflow", "surgery", "folded", "folding", "checkpoints", "calibration", "export"),
+    (
+        *("models.blocks", "models.interface", "models.shufflenetv2", "models.vgg"),
+        *("models.conversion", "models.placement", "models.factory", "models.released"),
+        *("models.entrypoints", "models", "models.cost", "models.timing"),
+    ),
     ("analysis.channels", "analysis", "demo"),
     ("cli",),
 ]

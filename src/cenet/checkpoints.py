@@ -1,6 +1,8 @@
-"""Foreign checkpoints: the key layout and conventions of the authors' released CE layer."""
+"""Foreign checkpoints: files, and the layout of the authors' released CE layer."""
 
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,3 +67,33 @@ def load_released_ce_(layer: ChannelEquilibrium2d, state: Mapping[str, Tensor]) 
     for branch in (layer.bd, layer.ir):
         branch.num_batches_tracked.fill_(round(1 / (branch.momentum or 0.1)))
     layer.ir.released = True
+
+
+def read_state(path: str | Path) -> dict[str, Tensor]:
+    """Read a state dict from a .safetensors or .pth file, without executing code from it.
+
+    A state dict under "state_dict" or "model" is taken out.
+
+    Raises:
+        ValueError: the file is missing, damaged, or holds something else than tensors.
+    """
+    path = Path(path)
+    state: Any
+    if not path.is_file():
+        raise ValueError(f"{path} is not a file")
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            state = load_file(path)
+        else:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # the readers raise a dozen kinds
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"{path} cannot be read as a checkpoint: {reason}") from error
+    for key in ("state_dict", "model"):
+        if isinstance(state, dict) and isinstance(state.get(key), dict):
+            state = state[key]
+    if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
+        raise ValueError(f"{path} does not hold a state dict of tensors")
+    return dict(state)

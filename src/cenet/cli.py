@@ -1,9 +1,11 @@
 """The `cenet` command: parse, then one call each."""
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -39,6 +41,113 @@ def sites(model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MOD
     Console().print(table)
 
 
+def models() -> None:
+    """List the networks of the paper: CE sites, parameters, multiply-adds, the paper's figures."""
+    from cenet.models import NETWORKS
+    from cenet.models.cost import cost
+
+    table = Table(
+        title="billions of multiply-adds for one image, and millions of parameters",
+        caption="Counted: convolutions and matrix products; train and folded are with CE. The paper's "
+        "figure is for CE, and off says how far the folded network is from it.",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("network", no_wrap=True)
+    for column in ("sites", "params", "+CE", "plain", "train", "folded", "paper", "off"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name in NETWORKS:
+        found = cost(name)
+        parameters = (f"{value / 1e6:.1f}" for value in found.parameters)
+        counted = (f"{value / 1e9:.3f}" for value in found.multiply_adds)
+        paper = ["", ""]
+        if found.paper is not None:
+            off = found.multiply_adds[2] / 1e9 / found.paper - 1
+            paper = [f"{found.paper:.2f}", f"{off:+.1%}"]
+        table.add_row(f"ce{name}", str(found.sites), *parameters, *counted, *paper)
+    Console().print(table)
+
+
+def bench(
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = "resnet50",
+    device: Literal["cpu", "cuda"] = "cpu",
+    batch: int = 32,
+    rounds: int = 5,
+    size: int | None = None,
+    compiled: bool = False,
+) -> None:
+    """Time inference of a network plain, with SE and with CE, as ratios (the paper's Table 1).
+
+    Args:
+        model: a network of the paper, such as resnet50 (`cenet models` lists them).
+        device: where to run.
+        batch: images at a time.
+        rounds: how often each network is timed, in turns.
+        size: height and width of the images; by default the network's own.
+        compiled: time torch.compile too.
+    """
+    from cenet.models import NETWORKS
+    from cenet.models.timing import time_inference
+
+    name = model.removeprefix("ce")
+    if name not in NETWORKS:
+        raise SystemExit(f"{model} is not a network of the paper; use one of {', '.join(NETWORKS)}")
+    if min(batch, rounds, size or 1) < 1:
+        raise SystemExit("batch, rounds and size must be at least 1")
+    if device == "cuda" and not _has_cuda():
+        raise SystemExit("--device cuda: this machine has no CUDA device; use --device cpu")
+    found = time_inference(
+        name, device=device, batch=batch, rounds=rounds, size=size, compiled=compiled
+    )
+    table = Table(title=f"{name}, inference, batch {batch}, {device}, {rounds} rounds in turns")
+    for column in ("network", "ms", "ratio to plain", "least to largest"):
+        table.add_column(column, justify="left" if column == "network" else "right")
+    for row in found:
+        spread = f"{row.spread[0]:.2f} to {row.spread[1]:.2f}"
+        table.add_row(row.name, f"{row.milliseconds:.1f}", f"{row.ratio:.2f}", spread)
+    Console().print(table)
+
+
+def export(
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")],
+    checkpoint: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CKPT")],
+    out: Path,
+    format: Literal["onnx", "safetensors", "folded"] = "onnx",
+    num_classes: int | None = None,
+) -> None:
+    """Write a trained CE network for deployment.
+
+    Args:
+        model: a CE network such as ceresnet50.
+        checkpoint: its weights, .pth or .safetensors.
+        out: file to write; for safetensors a folder, which timm reads as local-dir:OUT.
+        format: onnx, safetensors, or folded: a program for torch.export.load.
+        num_classes: of the checkpoint; by default the network's own.
+    """
+    import timm
+    import torch
+
+    from cenet.export import export_folded, export_onnx, export_safetensors, load_weights_
+
+    names = timm.list_models("ce*", module="entrypoints")
+    if model not in names:
+        raise SystemExit(f"{model} is not a CE network; use one of {', '.join(names)}")
+    network: Any = timm.create_model(model, num_classes=num_classes).eval()
+    try:
+        load_weights_(network, checkpoint)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    images = torch.zeros(1, *network.pretrained_cfg["input_size"])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if format == "onnx":
+        export_onnx(network, out, images)
+    elif format == "folded":
+        export_folded(network, out, images)
+    else:
+        export_safetensors(network, out)
+    print(f"wrote {out}")
+
+
 def demo(epochs: int = 40, seeds: int = 3) -> None:
     """Train a small VGG with and without CE on digits (CPU, about two minutes) and compare.
 
@@ -57,10 +166,16 @@ def main() -> None:
         print(f"cenet {__version__}")
         return
     tyro.extras.subcommand_cli_from_dict(
-        {"demo": demo, "sites": sites},
+        {"bench": bench, "demo": demo, "export": export, "models": models, "sites": sites},
         prog="cenet",
         description="Channel equilibrium for convolutional networks. --version prints the version.",
     )
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _create(name: str) -> "nn.Module":

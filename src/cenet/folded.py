@@ -15,6 +15,7 @@ from cenet.nn import (
     InstanceReweighting2d,
 )
 from cenet.nn.base import finish
+from cenet.nn.tracing import call_as_leaf, is_proxy
 
 Branch = TypeVar("Branch", bound=EquilibriumLayer)
 
@@ -28,6 +29,7 @@ class FoldedCE2d(nn.Module):
 
     # `ce_layers` does not look inside
     is_deploy_form = True
+    takes_residual = True
 
     values: Tensor
     matrix: Tensor | None
@@ -57,10 +59,15 @@ class FoldedCE2d(nn.Module):
         """What is added to x, (C,)."""
         return -self.values[0]
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Gate each sample, mix, add the residual if there is one, activate."""
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, act: nn.Module | None = None
+    ) -> Tensor:
+        """Gate each sample, mix, add the residual if there is one, activate (see `NormCE2d`)."""
+        if is_proxy(x):
+            return call_as_leaf(self, x, residual, act)
+        act = self.act if act is None else act
         if self.ir is not None and _can_fuse(self, self.ir, x, residual):
-            return _fused(self, self.ir, x, residual)
+            return _fused(self, self.ir, x, residual, act)
         dtype = F.statistics_dtype(x)
         matrix = None if self.matrix is None else self.matrix.to(dtype)
         d, c = None, self.matrix_shift.to(dtype)[None]
@@ -72,22 +79,25 @@ class FoldedCE2d(nn.Module):
             gain = self.ir.gain(moments, mean.new_ones(x.shape[1]), batch=False)
             d = self.gain_weight * gain + self.gain_offset
             c = c + d * self.shift
-        return finish(F.mix(x, matrix, d, c), self.act, residual)
+        return finish(F.mix(x, matrix, d, c), act, residual)
 
 
 class Finish(nn.Module):
     """What is left of a CE layer that went into the convolution: residual and activation."""
 
     is_deploy_form = True
+    takes_residual = True
 
     def __init__(self, act: nn.Module | None) -> None:
         """Take over the activation."""
         super().__init__()
         self.act = act
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, act: nn.Module | None = None
+    ) -> Tensor:
         """act(x + residual)."""
-        return finish(x, self.act, residual)
+        return finish(x, self.act if act is None else act, residual)
 
 
 def _can_fuse(
@@ -104,9 +114,13 @@ def _can_fuse(
 
 
 def _fused(
-    folded: FoldedCE2d, ir: InstanceReweighting2d, x: Tensor, residual: Tensor | None
+    folded: FoldedCE2d,
+    ir: InstanceReweighting2d,
+    x: Tensor,
+    residual: Tensor | None,
+    act: nn.Module | None,
 ) -> Tensor:
-    name, slope, after = fused.inside_and_after(folded.act)
+    name, slope, after = fused.inside_and_after(act)
     y: Tensor = ops.folded_ce(
         x,
         residual,

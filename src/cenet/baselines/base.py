@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from cenet import functional as F
 from cenet.nn.base import check, check_counts, is_number
 from cenet.nn.running import average_
+from cenet.nn.tracing import call_as_leaf, is_proxy
 
 
 class BaselineNorm2d(nn.Module):
@@ -17,6 +18,9 @@ class BaselineNorm2d(nn.Module):
     Running values follow the rule of the papers: the newest batch has the weight `momentum`, also
     at the start. A batch with a non-finite value changes none of them.
     """
+
+    # CE may follow it
+    is_channel_norm = True
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -56,6 +60,8 @@ class BaselineNorm2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x: (N, C, H, W) -> (N, C, H, W), in the dtype and memory format of x."""
+        if is_proxy(x):
+            return call_as_leaf(self, x)
         self.check_input(x)
         # an empty batch has no statistics
         batch = self.training and x.numel() > 0

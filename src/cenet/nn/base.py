@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import cenet.nn.fused as fused
 from cenet import functional as F
+from cenet.nn.tracing import call_as_leaf, is_proxy
 
 
 def check(condition: bool, message: str) -> None:
@@ -65,6 +66,8 @@ class EquilibriumLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Equilibrate x, the output of a norm: (N, C, H, W) -> (N, C, H, W)."""
+        if is_proxy(x):
+            return call_as_leaf(self, x)
         self.check_input(x)
         return self.equilibrate(x, None, None)
 

@@ -17,13 +17,13 @@ from cenet.nn.norms import (
     uses_batch_statistics,
     weight_sign,
 )
+from cenet.nn.tracing import call_as_leaf, is_proxy
 
 
 class NormCE2d(nn.Module):
     """A norm followed by channel equilibrium and, if given, the activation.
 
-    After a batch norm, norm and CE are one affine map per sample: x is measured once and mapped
-        once,
+    After a batch norm, norm and CE are one affine map per sample: x is measured once, mapped once,
     and the norm's running statistics are kept as the norm would keep them. Any other norm runs
     first as it is. A checkpoint of the bare norm loads: its keys go to `norm.*`, and only `ce.*`
     keys are missing.
@@ -42,6 +42,9 @@ class NormCE2d(nn.Module):
     >>> layer = NormCE2d(nn.BatchNorm2d(64), ChannelEquilibrium2d(64), nn.ReLU())
     >>> y = layer(torch.randn(8, 64, 14, 14))
     """
+
+    # a residual block may end in it: forward(x, residual, act)
+    takes_residual = True
 
     def __init__(
         self,
@@ -70,12 +73,22 @@ class NormCE2d(nn.Module):
         if start == "identity":
             ce.blend = nn.Parameter(torch.zeros_like(next(ce.buffers()).sum()))
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, act: nn.Module | None = None
+    ) -> Tensor:
         """Normalize, equilibrate, add the residual if there is one, activate.
 
         On CUDA all of it is one operator (`cenet.ops`) if the norm is a batch norm and the
         activation is ReLU, LeakyReLU, ELU or none; so a residual block may end in it.
+
+        Args:
+            x: (N, C, H, W).
+            residual: added before the activation.
+            act: activation that belongs to the caller, used instead of this layer's own.
         """
+        if is_proxy(x):
+            return call_as_leaf(self, x, residual, act)
+        act = self.act if act is None else act
         self.ce.check_input(x)
         if residual is not None and residual.shape != x.shape:
             raise ValueError(
@@ -83,13 +96,13 @@ class NormCE2d(nn.Module):
                 f"{tuple(x.shape)}; they must be equal"
             )
         if is_affine(self.norm) and not is_hooked(self.ce):
-            return self._as_one_map(x, residual)
+            return self._as_one_map(x, residual, act)
         normalized = self.norm(x) if x.numel() > 0 else x  # not every norm takes an empty batch
         if is_hooked(self.ce):
-            return finish(self.ce(normalized), self.act, residual)
-        return self.ce.equilibrate(normalized, self.act, residual)
+            return finish(self.ce(normalized), act, residual)
+        return self.ce.equilibrate(normalized, act, residual)
 
-    def _as_one_map(self, x: Tensor, residual: Tensor | None) -> Tensor:
+    def _as_one_map(self, x: Tensor, residual: Tensor | None, act: nn.Module | None) -> Tensor:
         norm, ce = self.norm, self.ce
         ce_batch = ce.uses_batch(x)
         norm_batch = uses_batch_statistics(norm) and x.numel() > 0
@@ -100,7 +113,7 @@ class NormCE2d(nn.Module):
             )
         branches = ce.branches()
         if fused.can_fuse(x, norm, branches):
-            return fused.run(x, norm, branches, self.act, residual, batch=ce_batch)
+            return fused.run(x, norm, branches, act, residual, batch=ce_batch)
         # cast once: the two gradients of x are then added before they are rounded
         values = x.to(F.statistics_dtype(x))
         moments = ce.measure(values, batch=ce_batch, sign=weight_sign(norm, values))
@@ -108,7 +121,7 @@ class NormCE2d(nn.Module):
             moments = F.moments(values, group_size=None)
         scale, shift = affine(norm, values, moments, batch=norm_batch)
         coefficients = ce.coefficients(moments, scale, shift, batch=ce_batch)
-        return finish(F.mix(values, *coefficients).to(x.dtype), self.act, residual)
+        return finish(F.mix(values, *coefficients).to(x.dtype), act, residual)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any

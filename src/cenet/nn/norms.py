@@ -25,7 +25,9 @@ def norm_channels(module: nn.Module) -> int | None:
         return int(module.normalized_shape[0])
     if _is_frozen_batch_norm(module):
         return int(module.get_buffer("running_mean").numel())
-    return None
+    # anybody's norm may say that it is one
+    declared: Any = module
+    return int(declared.num_features) if getattr(module, "is_channel_norm", False) else None
 
 
 def inner_parts(norm: nn.Module) -> tuple[str, ...]:

@@ -1,0 +1,25 @@
+"""The networks of the paper. Importing this registers those with CE with timm."""
+
+from cenet.models.entrypoints import (
+    cemobilenetv2_100,
+    ceresnet18,
+    ceresnet50,
+    ceresnet101,
+    ceshufflenetv2_x0_5,
+    ceshufflenetv2_x1_0,
+    cevgg16,
+)
+from cenet.models.factory import create_model
+from cenet.models.placement import NETWORKS
+
+__all__ = [
+    "NETWORKS",
+    "cemobilenetv2_100",
+    "ceresnet18",
+    "ceresnet50",
+    "ceresnet101",
+    "ceshufflenetv2_x0_5",
+    "ceshufflenetv2_x1_0",
+    "cevgg16",
+    "create_model",
+]

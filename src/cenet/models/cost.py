@@ -1,0 +1,63 @@
+"""Parameters and multiply-adds of a network, counted without computing anything."""
+
+from copy import deepcopy
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from cenet.folding import fold_ce
+from cenet.models.factory import create_model
+from cenet.models.placement import NETWORKS
+from cenet.nn import NormCE2d
+
+# Tables 1 and 2 of the paper, with CE, in billions
+PAPER_GFLOPS = {
+    "resnet18": 1.83,
+    "resnet50": 4.16,
+    "resnet101": 7.89,
+    "mobilenetv2_100": 0.33,
+    "shufflenetv2_x0_5": 0.05,
+    "shufflenetv2_x1_0": 0.16,
+}
+
+
+class Cost(NamedTuple):
+    """What a network of the paper costs, plain and with CE."""
+
+    name: str
+    sites: int
+    parameters: tuple[int, int]  # plain, CE
+    multiply_adds: tuple[int, int, int]  # plain, CE in training, CE folded
+    paper: float | None  # billions, with CE
+
+
+def multiply_adds(model: nn.Module, image_size: int, in_chans: int = 3) -> int:
+    """Multiply-adds of convolutions and matrix products for one image, in the model's mode."""
+    twin = deepcopy(model).to("meta")
+    batch = 2 if model.training else 1  # in training there are statistics to take
+    images = torch.empty(batch, in_chans, image_size, image_size, device="meta")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        twin(images)
+    return int(counter.get_total_flops()) // 2 // batch
+
+
+def cost(name: str) -> Cost:
+    """Count a network of the paper."""
+    size = NETWORKS[name].input_size
+    plain, ce = create_model(name, None).eval(), create_model(name, "ce")
+    sites = sum(isinstance(module, NormCE2d) for module in ce.modules())
+    in_training = multiply_adds(ce.train(), size)
+    folded = multiply_adds(fold_ce(ce.eval()), size)
+    return Cost(
+        name,
+        sites,
+        (_parameters(plain), _parameters(ce)),
+        (multiply_adds(plain, size), in_training, folded),
+        PAPER_GFLOPS.get(name),
+    )
+
+
+def _parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,105 @@
+"""The interface of timm for networks that timm does not have: features, head, intermediates."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from timm.layers.classifier import create_classifier
+from timm.models import checkpoint
+from timm.models._features import feature_take_indices
+from torch import Tensor, nn
+
+
+class Staged(nn.Module):
+    """A network that is a chain of modules, a pooling and a classifier `fc`.
+
+    Attributes:
+        steps: names of the modules of the chain, in order, in groups that are recomputed together.
+        feature_info: which of them end in a feature map that users ask for.
+    """
+
+    steps: tuple[tuple[str, ...], ...]
+    feature_info: list[dict[str, Any]]
+    num_features: int
+    num_classes: int
+
+    def set_chain(
+        self, steps: Iterable[tuple[str, ...]], features: Iterable[tuple[str, int, int]]
+    ) -> None:
+        """Set the chain, and of each feature map its module, channels and reduction."""
+        self.steps = tuple(steps)
+        self.feature_info = [
+            {"module": module, "num_chs": channels, "reduction": reduction}
+            for module, channels, reduction in features
+        ]
+        self.grad_checkpointing = False
+
+    def set_head(self, num_features: int, num_classes: int, global_pool: str, drop: float) -> None:
+        """Set pooling and classifier."""
+        self.num_features = self.head_hidden_size = num_features
+        self.drop_rate = drop
+        self.reset_classifier(num_classes, global_pool)
+
+    def reset_classifier(self, num_classes: int, global_pool: str = "avg") -> None:
+        """Replace the classifier; 0 classes leave the pooled features."""
+        self.num_classes = num_classes
+        pool, fc = create_classifier(self.num_features, num_classes, pool_type=global_pool)
+        self.global_pool, self.fc = pool.train(self.training), fc.train(self.training)
+
+    def get_classifier(self) -> nn.Module:
+        """The classifier."""
+        return self.get_submodule("fc")
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute the chain in backward instead of keeping its activations."""
+        self.grad_checkpointing = enable
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Images to the last feature map."""
+        for step in self.steps:
+            run = self._run(step)
+            x = checkpoint(run, x) if self.grad_checkpointing else run(x)
+        return x
+
+    def _run(self, step: tuple[str, ...]) -> Callable[[Tensor], Tensor]:
+        def run(x: Tensor) -> Tensor:
+            for name in step:
+                x = self.get_submodule(name)(x)
+            return x
+
+        return run
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Last feature map to logits, or to the features before the classifier."""
+        x = self.global_pool(x)
+        if self.drop_rate > 0:
+            x = torch.nn.functional.dropout(x, self.drop_rate, self.training)
+        return x if pre_logits else self.fc(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images to logits."""
+        return self.forward_head(self.forward_features(x))
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | list[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
+        """Feature maps, as in timm: all, the last so many, or those of the indices."""
+        if output_fmt != "NCHW":
+            raise ValueError(f'output_fmt={output_fmt!r} must be "NCHW"')
+        taken, last = feature_take_indices(len(self.feature_info), indices)
+        wanted = {self.feature_info[index]["module"] for index in taken}
+        end = self.feature_info[last]["module"]
+        found = []
+        for name in (name for step in self.steps for name in step):
+            x = self.get_submodule(name)(x)
+            if name in wanted:
+                found.append(x)
+            if name == end and (stop_early or intermediates_only):
+                break
+        return found if intermediates_only else (x, found)
