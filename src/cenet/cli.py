@@ -48,9 +48,10 @@ def models() -> None:
 
     table = Table(
         title="billions of multiply-adds for one image, and millions of parameters",
-        caption="Counted: convolutions and matrix products; train and folded are with CE. The paper's "
-        "figure is for CE, and off says how far the folded network is from it.",
+        caption="Counted: convolutions and matrix products; train and folded are with CE. The "
+        "paper's figure is for CE, and off says how far the folded network is from it.",
         box=SIMPLE_HEAD,
+        collapse_padding=True,
         pad_edge=False,
     )
     table.add_column("network", no_wrap=True)
@@ -128,8 +129,9 @@ def export(
     import torch
 
     from cenet.export import export_folded, export_onnx, export_safetensors, load_weights_
+    from cenet.models import NETWORKS
 
-    names = timm.list_models("ce*", module="entrypoints")
+    names = [f"ce{name}" for name in NETWORKS]
     if model not in names:
         raise SystemExit(f"{model} is not a CE network; use one of {', '.join(names)}")
     network: Any = timm.create_model(model, num_classes=num_classes).eval()

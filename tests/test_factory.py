@@ -1,0 +1,302 @@
+"""Networks by name: every comparison of the paper, plain networks as their libraries have them."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torchvision
+from torch import nn
+
+from _checks import relative_error
+from cenet import BatchDecorrelation2d, InstanceReweighting2d, NormCE2d
+from cenet.baselines import IterNorm2d, SwitchableNorm2d, SwitchableWhitening2d
+from cenet.models import NETWORKS, create_model
+from cenet.models.cost import PAPER_GFLOPS, cost, multiply_adds
+from cenet.models.released import released_ceresnet50
+from cenet.models.vgg import VGG16
+
+DATA = Path(__file__).parent / "data"
+# what torchvision publishes with its weights
+PUBLISHED = {
+    "resnet18": torchvision.models.ResNet18_Weights.IMAGENET1K_V1,
+    "resnet50": torchvision.models.ResNet50_Weights.IMAGENET1K_V1,
+    "resnet101": torchvision.models.ResNet101_Weights.IMAGENET1K_V1,
+    "mobilenetv2_100": torchvision.models.MobileNet_V2_Weights.IMAGENET1K_V1,
+    "shufflenetv2_x0_5": torchvision.models.ShuffleNet_V2_X0_5_Weights.IMAGENET1K_V1,
+    "shufflenetv2_x1_0": torchvision.models.ShuffleNet_V2_X1_0_Weights.IMAGENET1K_V1,
+}
+NORMS = {
+    "bn": nn.BatchNorm2d,
+    "gn": nn.GroupNorm,
+    "in": nn.InstanceNorm2d,
+    "ln": nn.GroupNorm,
+    "sn": SwitchableNorm2d,
+    "iternorm": IterNorm2d,
+    "sw": SwitchableWhitening2d,
+}
+
+
+def step(model):
+    size = 32 if isinstance(model, VGG16) else 64  # no map of a single pixel
+    x = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(3))
+    y = model.train()(x)
+    y.square().sum().backward()
+    assert y.isfinite().all()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_plain_networks_cost_what_torchvision_publishes(name):
+    model, meta = create_model(name, None).eval(), PUBLISHED[name].meta
+    assert sum(p.numel() for p in model.parameters()) == meta["num_params"]
+    assert multiply_adds(model, 224) / 1e9 == pytest.approx(meta["_ops"], abs=1e-3)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenetv2_100"])
+def test_plain_networks_are_those_of_timm(name):
+    torch.manual_seed(0)
+    model, stock = create_model(name, None).eval(), timm.create_model(name).eval()
+    stock.load_state_dict(model.state_dict())
+    x = torch.randn(2, 3, 64, 64)
+    assert torch.equal(model(x), stock(x))
+
+
+def test_plain_shufflenet_is_that_of_torchvision():
+    torch.manual_seed(0)
+    model = create_model("shufflenetv2_x0_5", None).eval()
+    stock = torchvision.models.shufflenet_v2_x0_5(weights=None).eval()
+    stock.load_state_dict(model.state_dict())
+    x = torch.randn(2, 3, 64, 64)
+    assert torch.allclose(model(x), stock(x), atol=1e-6)
+
+
+def test_ce_hands_its_shortcut_over_and_changes_nothing_by_it():
+    """The blocks of a CE network against timm's own blocks around the same layers."""
+    torch.manual_seed(0)
+    model = create_model("resnet50", num_classes=3)
+    reference = create_model("resnet50", num_classes=3)
+    reference.load_state_dict(model.state_dict())
+    for block in reference.modules():
+        if isinstance(block, timm.models.resnet.Bottleneck):
+            block.__class__ = timm.models.resnet.Bottleneck
+    x = torch.randn(2, 3, 64, 64)
+    for mode in (True, False):
+        assert relative_error(model.train(mode)(x), reference.train(mode)(x)) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenetv2_100", "shufflenetv2_x0_5", "vgg16"])
+@pytest.mark.parametrize("block", [None, "se", "bd", "ir", "ce"])
+def test_every_block_in_every_family(name, block):
+    model = create_model(name, block, num_classes=3)
+    step(model)
+    kinds = {type(m.ce).__name__ for m in model.modules() if isinstance(m, NormCE2d)}
+    wanted = {"bd": "BatchDecorrelation2d", "ir": "InstanceReweighting2d"}
+    wanted |= {"ce": "ChannelEquilibrium2d"}
+    assert kinds == ({wanted[block]} if block in wanted else set())
+    squeezed = sum(isinstance(m, timm.layers.SEModule) for m in model.modules())
+    counts = {"resnet18": 8, "mobilenetv2_100": 17, "shufflenetv2_x0_5": 16, "vgg16": 13}
+    assert squeezed == (counts[name] if block == "se" else 0)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenetv2_100", "vgg16"])
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("block", [None, "ce"])
+def test_every_norm(name, norm, block):
+    model = create_model(name, block, norm=norm, num_classes=3)
+    found = {type(m) for m in model.modules() if hasattr(m, "eps") and "Norm" in type(m).__name__}
+    found |= {type(m) for m in model.modules() if isinstance(m, SwitchableWhitening2d)}
+    found.discard(nn.LayerNorm)  # of the gate
+    if norm == "bn" and name == "mobilenetv2_100":
+        assert all(issubclass(kind, nn.BatchNorm2d) for kind in found)
+    else:
+        assert found == {NORMS[norm]}
+    if norm == "ln":
+        assert all(m.num_groups == 1 for m in model.modules() if isinstance(m, nn.GroupNorm))
+    step(model)
+
+
+@pytest.mark.parametrize(("act", "kind"), [("elu", nn.ELU), ("leaky_relu", nn.LeakyReLU)])
+@pytest.mark.parametrize("name", ["resnet18", "mobilenetv2_100", "shufflenetv2_x0_5", "vgg16"])
+def test_every_activation(name, act, kind):
+    model = create_model(name, act=act, num_classes=3)
+    assert not any(isinstance(m, nn.ReLU | nn.ReLU6) for m in model.modules() if m is not None)
+    assert any(isinstance(m, kind) for m in model.modules())
+    step(model)
+
+
+@pytest.mark.parametrize(("position", "kernel"), [(2, (3, 3)), (3, (1, 1))])
+def test_position(position, kernel):
+    model = create_model("resnet50", ce_position=position, num_classes=3)
+    sites = [name for name, m in model.named_modules() if isinstance(m, NormCE2d)]
+    assert len(sites) == 14
+    for site in sites[1:]:
+        block, norm = site.rsplit(".", 1)
+        assert norm == f"bn{position}"
+        assert model.get_submodule(f"{block}.conv{position}").kernel_size == kernel
+
+
+def test_options():
+    bare = create_model("resnet18", stem=False, layer_args={"group_size": 8}, num_classes=3)
+    layers = [m.ce for m in bare.modules() if isinstance(m, NormCE2d)]
+    assert len(layers) == 8
+    assert {layer.bd.group_size for layer in layers} == {8}
+    assert create_model("vgg16", in_chans=1)(torch.randn(2, 1, 32, 32)).shape == (2, 10)
+    ir = create_model("resnet18", "ir").bn1.ce
+    assert isinstance(ir, InstanceReweighting2d)
+    assert isinstance(create_model("resnet18", "bd").bn1.ce, BatchDecorrelation2d)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": "resnet34"}, "'resnet34' is not a network of the paper; use one of resnet18"),
+        ({"block": "cbam"}, "block='cbam' must be one of None, 'se', 'ce', 'bd', 'ir'"),
+        ({"norm": "batch"}, "norm='batch' must be one of 'bn', 'gn'"),
+        ({"act": "gelu"}, "act='gelu' must be one of None, 'relu'"),
+        ({"ce_position": 2}, "ce_position=2 is for CE in resnet50 and resnet101"),
+        ({"name": "resnet50", "ce_position": 4}, "ce_position=4 must be one of 2, 3"),
+        ({"name": "resnet50", "block": None, "ce_position": 2}, "ce_position=2 is for CE"),
+        ({"start": "zero"}, 'start=\'zero\' must be "paper" or "identity"'),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        create_model(**{"name": "resnet18", **arguments})
+
+
+def test_costs():
+    assert set(PAPER_GFLOPS) == set(NETWORKS) - {"vgg16"}
+    found = cost("shufflenetv2_x1_0")
+    plain, training, folded = found.multiply_adds
+    assert found.sites == 16
+    assert plain < folded < training
+    # one 16 × 16 matrix per group and pixel folded, a second one for the covariance in training
+    matrices = 0
+    for channels, pixels, units in ((58, 784, 4), (116, 196, 8), (232, 49, 4)):
+        padded = -(-channels // 16) * 16
+        matrices += units * pixels * padded * 16
+    assert folded - plain == pytest.approx(matrices, rel=0.1)
+    assert training - folded == pytest.approx(matrices, rel=0.35)
+
+
+# the authors' released network
+
+
+def synthetic_state():
+    """The checkpoint in the released layout that the stored logits were computed with."""
+    layout = json.loads((DATA / "released_ce_resnet50.json").read_text())
+    return {name: _fill(i, name, shape) for i, (name, shape) in enumerate(layout)}
+
+
+def _fill(index, name, shape):
+    values = np.random.RandomState(index).standard_normal(shape).astype(np.float32)
+    leaf = name.rsplit(".", 1)[-1]
+    if leaf == "num_batches_tracked":
+        return torch.tensor(1)
+    if leaf in ("running_var", "running_scale"):
+        filled = 0.5 + np.abs(values)
+    elif leaf == "running_wm":
+        filled = 2 * np.eye(shape[-1], dtype=np.float32)
+        filled = filled + 0.05 * (values + values.swapaxes(-1, -2))
+    elif leaf == "running_mean":
+        filled = 0.1 * values
+    elif leaf == "x_weight":
+        filled = 0.3 * values
+    elif len(shape) == 4:
+        filled = values * np.float32((2 / np.prod(shape[1:])) ** 0.5)
+    elif len(shape) == 2:
+        filled = values * np.float32((1 / shape[1]) ** 0.5)
+    else:
+        filled = (1 + 0.1 * values) if leaf == "weight" else 0.1 * values
+    return torch.from_numpy(np.asarray(filled, dtype=np.float32))
+
+
+def test_released_network_gives_its_logits(tmp_path):
+    torch.save({"state_dict": {f"module.{k}": v for k, v in synthetic_state().items()}},
+               tmp_path / "released.pth")  # fmt: skip
+    model = released_ceresnet50(tmp_path / "released.pth")
+    images = np.random.RandomState(12345).standard_normal((2, 3, 224, 224)).astype(np.float32)
+    with torch.no_grad():
+        logits = model(torch.from_numpy(images))
+    stored = np.load(DATA / "released_ce_resnet50_logits.npz")["logits"]
+    assert relative_error(logits, torch.from_numpy(stored)) < 1e-4
+
+
+def test_a_foreign_checkpoint_gives_one_error_that_lists_everything():
+    state = synthetic_state()
+    del state["fc.bias"]
+    state["extra"] = torch.zeros(1)
+    state["conv1.weight"] = torch.zeros(64, 3, 3, 3)
+    state["layer2.1.ce.x_weight"] = torch.zeros(2)
+    del state["ce1.running_wm"]
+    with pytest.raises(ValueError, match="not a checkpoint of the released") as error:
+        released_ceresnet50(state)
+    for part in (
+        "missing key fc.bias",
+        "unknown key extra",
+        "conv1.weight is (64, 3, 3, 3), the network has (64, 3, 7, 7)",
+        "layer2.1.ce",
+        "x_weight is (2,)",
+        "missing key running_wm",
+    ):
+        assert part in str(error.value)
+
+
+def run_cli(*arguments):
+    command = [sys.executable, "-m", "cenet.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_cli_exports_a_checkpoint(tmp_path):
+    torch.manual_seed(0)
+    model = timm.create_model("cevgg16", num_classes=4)
+    torch.save(model.state_dict(), tmp_path / "weights.pth")
+    arguments = ("export", "cevgg16", str(tmp_path / "weights.pth"), "--num-classes", "4")
+    result = run_cli(*arguments, "--format", "safetensors", "--out", str(tmp_path / "folder"))
+    assert result.returncode == 0, result.stderr
+    again = timm.create_model(f"local-dir:{tmp_path / 'folder'}", pretrained=True).eval()
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.equal(again(x), model.eval()(x))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("export", "resnet50", "w.pth", "--out", "x"), "resnet50 is not a CE network; use one of"),
+        (("export", "cevgg16", "none.pth", "--out", "x"), "none.pth is not a file"),
+        (("bench", "resnet34"), "resnet34 is not a network of the paper; use one of"),
+        (("bench", "vgg16", "--batch", "0"), "batch, rounds and size must be at least 1"),
+    ],
+)
+def test_cli_names_what_is_wrong(arguments, message):
+    result = run_cli(*arguments)
+    assert result.returncode != 0
+    assert message in result.stderr.replace("\n", " ")
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"\x80\x04\x95"])
+def test_a_damaged_file_gives_one_clear_error(tmp_path, content):
+    path = tmp_path / "damaged.pth"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"damaged.pth cannot be read as a checkpoint"):
+        released_ceresnet50(path)
+
+
+def test_cli_bench_prints_ratios():
+    result = run_cli("bench", "vgg16", "--batch", "2", "--rounds", "1")
+    assert result.returncode == 0, result.stderr
+    for row in ("plain", "SE", "CE folded"):
+        assert row in result.stdout
+
+
+def test_hub_entry_points():
+    root = Path(__file__).parents[1]
+    model = torch.hub.load(str(root), "ceshufflenetv2_x0_5", source="local", num_classes=3)
+    assert sum(isinstance(m, NormCE2d) for m in model.modules()) == 16
