@@ -17,11 +17,15 @@ from cenet.kernels.statistics import Statistics, group_constants
 from cenet.kernels.tiles import ceil_div, power_of_2
 
 
-@triton.jit(do_not_specialize=["N", "L", "groups", "windows", "rows", "columns"])
+@triton.jit(
+    do_not_specialize=[
+        *("N", "L", "groups", "windows", "splits", "split_windows", "rows", "columns"),
+    ]
+)
 def _between_kernel(
     gram_ptr,  # (rows, G, K, K), or None
-    pivot_ptr,  # (N, C), if pooled
-    pooled_rest_ptr,  # (N, C), or None
+    pivot_ptr,  # (N·splits, C), if pooled
+    pooled_rest_ptr,  # (N·splits, C), or None
     running_inv_sqrt_ptr,  # (G, K, K), or None
     mix_logit_ptr,  # (), or None
     blend_ptr,  # (), or None
@@ -40,6 +44,8 @@ def _between_kernel(
     H,
     groups,
     windows,
+    splits,
+    split_windows,
     rows,
     columns,
     eps,
@@ -62,8 +68,8 @@ def _between_kernel(
         if program < groups:
             decorrelate(
                 program, gram_ptr, pivot_ptr, pooled_rest_ptr, running_inv_sqrt_ptr, mix_logit_ptr,
-                blend_ptr, values_ptr, matrices_ptr, iterates_ptr, N, C, L, groups, windows, rows,
-                K, KP, BN, BR, STEPS, BD,
+                blend_ptr, values_ptr, matrices_ptr, iterates_ptr, N, C, L, groups, windows, splits,
+                split_windows, rows, K, KP, BN, BR, STEPS, BD,
             )  # fmt: skip
     if IR > 0:
         if program >= first:
@@ -104,16 +110,19 @@ def between(
     programs = groups if mode.bd != ABSENT else 0
     programs += ceil_div(n, ROWS) * columns
     gram = pivot = pooled = None
+    splits = 1
     if parts is not None:
-        gram, pivot, pooled = parts.gram, parts.pivot, parts.pooled_rest
+        gram, pivot, pooled, splits = parts.gram, parts.pivot, parts.pooled_rest, parts.splits
+    high, wide = ceil_div(height, pool), ceil_div(width, pool)
     launch(
         _between_kernel, (programs,),
         gram, pivot, pooled, inv_sqrt, mix_logit, blend,
         found.values, found.matrices, found.iterates, None if gate is None else found.instances[1],
         None if gate is None else gate.w1, s_parts if mode.ir == BATCH else None, inv_std,
         batch_inv_std, hidden, n, channels, height * width, units, groups,
-        ceil_div(height, pool) * ceil_div(width, pool), 0 if gram is None else len(gram), columns,
-        eps, STEPS=steps, GP=power_of_2(groups), **between_constants(group_size, mode, channels),
+        high * wide, splits, ceil_div(high, splits) * wide, 0 if gram is None else len(gram),
+        columns, eps, STEPS=steps, GP=power_of_2(groups),
+        **between_constants(group_size, mode, channels),
     )  # fmt: skip
     return None if gate is None else (hidden, batch_inv_std)
 

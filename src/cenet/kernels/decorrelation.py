@@ -15,6 +15,7 @@ from cenet.kernels.statistics import (
     load_apart,
     load_rows,
     mean_apart,
+    part_pixels,
 )
 from cenet.kernels.tiles import dot
 
@@ -51,8 +52,8 @@ def sum_of_splits(ptr, n, channel, valid, N, C, splits):
 def decorrelate(
     group,
     gram_ptr,  # (rows, G, K, K), or None
-    pivot_ptr,  # (N, C), if pooled
-    pooled_rest_ptr,  # (N, C), or None
+    pivot_ptr,  # (N·splits, C), if pooled
+    pooled_rest_ptr,  # (N·splits, C), or None
     running_inv_sqrt_ptr,  # (G, K, K), or None
     mix_logit_ptr,  # (), or None
     blend_ptr,  # (), or None
@@ -64,6 +65,8 @@ def decorrelate(
     L,
     G,
     windows,
+    splits,
+    split_windows,
     rows,
     K: tl.constexpr,
     KP: tl.constexpr,
@@ -89,18 +92,21 @@ def decorrelate(
         cov = sum_of_grams(gram_ptr, group, rows, C, G, K, KP, BR)
         if pooled_rest_ptr is not None:
             origin = tl.load(pivot_ptr + channel, mask=valid, other=0.0)
+            parts = N * splits
             middle = mean_apart(
-                pivot_ptr, pooled_rest_ptr, origin, channel, valid, N, 1, L, L, C, KP, BN
-            )
+                pivot_ptr, pooled_rest_ptr, origin, channel, valid, parts, splits, split_windows,
+                windows, C, KP, BN,
+            )  # fmt: skip
             between = tl.zeros((KP, KP), tl.float32)
-            for start in range(0, N, BN):
-                n = start + tl.arange(0, BN)
+            for start in range(0, parts, BN):
+                part = start + tl.arange(0, BN)
                 apart, mask = load_apart(
-                    pivot_ptr, pooled_rest_ptr, n, origin, channel, valid, N, C
+                    pivot_ptr, pooled_rest_ptr, part, origin, channel, valid, parts, C
                 )
                 apart = tl.where(mask, apart - middle[None, :], 0.0)
-                between += dot(tl.trans(apart), apart)
-            cov = (cov / windows + between) / N
+                weight = part_pixels(part, splits, split_windows, windows)[:, None]
+                between += dot(tl.trans(apart * weight), apart)
+            cov = (cov + between) / (tl.cast(N, tl.float32) * windows)
             pooled = ((origin - center) + middle) * rstd
             tl.store(values_ptr + 6 * C + channel, pooled, mask=valid)
         else:

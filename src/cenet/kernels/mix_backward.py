@@ -12,7 +12,7 @@ from cenet.kernels.mix import TILES as MAP_TILES
 from cenet.kernels.mix import Map, cuts, grid, pointers, sizes, tile_constants, walk_over
 from cenet.kernels.modes import ACTIVATIONS
 from cenet.kernels.operands import add_transposed, map_of_x, operand_of, shift_of, transform
-from cenet.kernels.pooling import backward_pooled_kernel, pooled_walk
+from cenet.kernels.pooling import add_pooled_kernel, pooled_walk
 from cenet.kernels.tiles import (
     NONE,
     RELU,
@@ -264,38 +264,30 @@ def backward(
         masked: `grad` is what `reduce` returned as masked.
     """
     dx = torch.empty_like(x)
-    act = ACTIVATIONS["none" if masked else mapping.act]
-    if through.pooled_offset is not None:
-        _launch_pooled(x, grad, dx, mapping, through, act, pool)
-        return dx
+    pooled = through.pooled_offset is not None
     cut = walk_over(x, mapping, TILES)
     launch(
         _backward_kernel, grid(x, mapping, cut),
-        x, grad, dx, *pointers(mapping), through.Q, through.e, through.f, *sizes(x), mapping.slope,
-        *cuts(x, cut), **tile_constants(x, mapping, cut), ACT=act,
+        x, grad, dx, *pointers(mapping), None if pooled else through.Q, through.e, through.f,
+        *sizes(x), mapping.slope, *cuts(x, cut), **tile_constants(x, mapping, cut),
+        ACT=ACTIVATIONS["none" if masked else mapping.act],
     )  # fmt: skip
+    if pooled:
+        _add_pooled(x, dx, mapping, through, pool)
     return dx
 
 
-def _launch_pooled(
-    x: Tensor,
-    grad: Tensor,
-    dx: Tensor,
-    mapping: Map,
-    through: StatisticsGradient,
-    act: int,
-    pool: int,
+def _add_pooled(
+    x: Tensor, dx: Tensor, mapping: Map, through: StatisticsGradient, pool: int
 ) -> None:
     n, channels, height, width = x.shape
     cut = pooled_walk(x, mapping.group_size, pool)
     tiles = ceil_div(ceil_div(height, pool) * ceil_div(width, pool), cut.pixels)
-    rows = max(1, min(tiles, 2048 // n))
-    grid = (n * rows * cut.blocks(channels, mapping.group_size),)
+    rows = max(1, min(tiles, 4096 // n))
     fixed = tile_constants(x, mapping, cut)
     del fixed["ALIGN"], fixed["FULL"]
     launch(
-        backward_pooled_kernel, grid,
-        x, grad, dx, *pointers(mapping), through.Q, through.e, through.f,
-        through.pooled_offset, channels, height, width, mapping.slope, rows,
-        **fixed, ACT=act, POOL=pool,
+        add_pooled_kernel, (n * rows * cut.blocks(channels, mapping.group_size),),
+        x, dx, mapping.values, through.Q, through.pooled_offset, channels, height, width, rows,
+        **fixed, POOL=pool,
     )  # fmt: skip

@@ -44,7 +44,7 @@ class Parts(NamedTuple):
     square: Tensor | None  # (N·splits, C)
     # sum of products around the mean, of the pooled x if pooled
     gram: Tensor | None  # (rows, G, K, K)
-    pooled_rest: Tensor | None  # (N, C), of the pooled x
+    pooled_rest: Tensor | None  # (N·splits, C), of the pooled x
     splits: int
     split_pixels: int
 
@@ -133,13 +133,14 @@ def measure(
     shared |= {"K": group_size, "BL": cut.pixels, "BC": cut.channels}
     options = {"num_warps": cut.warps, "num_stages": cut.stages}
     if gram and pool > 1:
-        pooled_rest = empty(x.device, n, channels)
+        pooled_rest = empty(x.device, n * cut.splits, channels)
+        high = ceil_div(ceil_div(height, pool), cut.splits)
         launch(
             measure_pooled_kernel, grid,
             x, weight, pivot, rest, square, pooled_rest, grams, channels, height, width, groups,
-            POOL=pool, **shared, **options,
+            cut.splits, high, POOL=pool, **shared, **options,
         )  # fmt: skip
-        return Parts(pivot, rest, square, grams, pooled_rest, 1, pixels)
+        return Parts(pivot, rest, square, grams, pooled_rest, cut.splits, high * pool * width)
     tiles = cut.tiles(pixels)
     launch(
         _measure_kernel, grid,

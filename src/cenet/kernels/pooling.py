@@ -7,18 +7,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cenet.kernels.operands import add_transposed, map_of_x, operand_of, shift_of, transform
+from cenet.kernels.operands import map_of_x, operand_of, shift_of, transform
 from cenet.kernels.tiles import (
-    NONE,
     Walk,
-    activation_gradient,
     at_least_0,
     block_channels,
+    ceil_div,
     dot,
     first_row,
     load_channel_values,
     load_matrix,
-    load_w,
     matrix_offsets,
     pivot_of,
     power_of_2,
@@ -29,13 +27,20 @@ from cenet.kernels.tiles import (
 
 # three tensors of all pixels of a tile of windows are under way at a time, if they fit
 ROOM = 2**16
+# of windows, of a split
+LEAST_ROWS = 4
 
 
 def pooled_walk(x: Tensor, group_size: int, pool: int) -> Walk:
-    """How to cut x up into tiles of windows; samples are not split."""
+    """How to cut x up into tiles of windows, and samples into rows of windows."""
+    n, all_channels, height, _ = x.shape
     channels = max(32, power_of_2(group_size))
-    fits = 3 * pool**2 * 2048 * x.element_size() <= ROOM
-    return Walk(2048 // channels, channels, 1, 4, 2 if fits else 1)
+    blocks = ceil_div(all_channels, channels // group_size * group_size)
+    high = ceil_div(height, pool)
+    splits = max(1, min(2048 // blocks // n, high // LEAST_ROWS))
+    splits = ceil_div(high, ceil_div(high, splits))  # no split is empty
+    fits = 3 * pool**2 * 1024 * x.element_size() <= ROOM
+    return Walk(1024 // channels, channels, splits, 4, 2 if fits else 1)
 
 
 @triton.jit
@@ -67,15 +72,17 @@ def load_pixel_of_window(
 def measure_pooled_kernel(
     x_ptr,  # (N, C, H, W) or (N, H, W, C)
     weight_ptr,  # (C,) whose sign says which way x is pooled, or None
-    pivot_ptr,  # (N, C)
-    rest_ptr,  # (N, C)
-    square_ptr,  # (N, C)
-    pooled_rest_ptr,  # (N, C)
-    gram_ptr,  # (N, G, K, K)
+    pivot_ptr,  # (N·splits, C)
+    rest_ptr,  # (N·splits, C)
+    square_ptr,  # (N·splits, C)
+    pooled_rest_ptr,  # (N·splits, C)
+    gram_ptr,  # (N·splits, G, K, K)
     C,
     H,
     W,
     G,
+    splits,
+    high,  # rows of windows of every split but the last
     K: tl.constexpr,
     BL: tl.constexpr,
     BC: tl.constexpr,
@@ -87,99 +94,89 @@ def measure_pooled_kernel(
     """As `moments` does, with the Gram matrix of the pooled x."""
     L = H * W
     wide = tl.cdiv(W, POOL)
-    windows = tl.cdiv(H, POOL) * wide
     blocks = tl.cdiv(C, BC // K * K)
     program = tl.program_id(0)
-    n = tl.cast(program // blocks, tl.int64)
+    row = program // blocks
+    n = tl.cast(row // splits, tl.int64)
     channel, valid = block_channels(program % blocks, C, K, BC)
+    top = row % splits * high
+    bottom = tl.minimum(top + high, tl.cdiv(H, POOL))
+    pixels = (tl.minimum(bottom * POOL, H) - top * POOL) * W
+    windows = (bottom - top) * wide
     sign = tl.full((BC,), 1.0, tl.float32)
     if weight_ptr is not None:
         sign = sign_of(tl.load(weight_ptr + channel, mask=valid, other=1.0).to(tl.float32))
     base = x_ptr + n * C * L
-    pivot = pivot_of(base, 0, L, channel, valid, C, L, CHANNELS_LAST)
+    pivot = pivot_of(base, top * POOL * W, pixels, channel, valid, C, L, CHANNELS_LAST)
     sums = tl.zeros((BL, BC), tl.float32)
     squares = tl.zeros((BL, BC), tl.float32)
     pooled_sums = tl.zeros((16, BC), tl.float32)
     products = tl.zeros((BC, BC), tl.float32)
-    for start in range(0, windows, BL):
+    for start in range(top * wide, bottom * wide, BL):
         window = start + tl.arange(0, BL)
+        among = (window < bottom * wide)[:, None]
         pooled = tl.full((BL, BC), float("-inf"), tl.float32)
         for dy in tl.static_range(POOL):
             for dx in tl.static_range(POOL):
                 x, mask = load_pixel_of_window(
                     base, window, dy, dx, channel, valid, C, H, W, POOL, CHANNELS_LAST
                 )
+                mask = mask & among
                 centered = tl.where(mask, x.to(tl.float32) - pivot[None, :], 0.0)
                 sums += centered
                 squares += centered * centered
                 signed = tl.where(mask, centered * sign[None, :], float("-inf"))
                 pooled = tl.maximum(pooled, signed, propagate_nan=tl.PropagateNan.ALL)
-        mask = (window < windows)[:, None] & valid[None, :]
-        pooled = tl.where(mask, pooled * sign[None, :], 0.0)
+        pooled = tl.where(among & valid[None, :], pooled * sign[None, :], 0.0)
         operand = round_to(pooled * HALF, x_ptr.dtype.element_ty if RAW else tl.float32)
         pooled_sums += dot(tl.full((16, BL), 1.0, operand.dtype), operand)
         products += dot(tl.trans(operand), operand)
-    part = n * C + channel
+    part = tl.cast(row, tl.int64) * C + channel
     sums = tl.sum(sums, 0)
     squares = tl.sum(squares, 0)
     pooled_sums = first_row(pooled_sums) / HALF
     products = products / (HALF * HALF)
     tl.store(pivot_ptr + part, pivot, mask=valid)
-    tl.store(rest_ptr + part, sums / L, mask=valid)
-    tl.store(square_ptr + part, at_least_0(squares - sums * (sums / L)), mask=valid)
+    tl.store(rest_ptr + part, sums / pixels, mask=valid)
+    tl.store(square_ptr + part, at_least_0(squares - sums * (sums / pixels)), mask=valid)
     tl.store(pooled_rest_ptr + part, pooled_sums / windows, mask=valid)
     i, j = channel[:, None], channel[None, :]
     gram = products - pooled_sums[:, None] * (pooled_sums / windows)[None, :]
-    offsets = n * G * K * K + matrix_offsets(i, j, K)
+    offsets = tl.cast(row, tl.int64) * G * K * K + matrix_offsets(i, j, K)
     tl.store(gram_ptr + offsets, gram, mask=same_group(i, j, valid, K))
 
 
 @triton.jit
-def backward_pooled_kernel(
+def add_pooled_kernel(
     x_ptr,  # (N, C, H, W) or (N, H, W, C)
-    grad_ptr,  # like x
-    dx_ptr,  # like x
+    dx_ptr,  # like x: added to
     values_ptr,  # (8, C)
-    P_ptr,  # (G, K, K)
-    w_ptr,  # (N, C), or None
     Q_ptr,  # (G, K, K)
-    e_ptr,  # (N, C)
-    f_ptr,  # (N, C)
     pooled_offset_ptr,  # (C,)
     C,
     H,
     W,
-    slope,
     rows,
     K: tl.constexpr,
     BL: tl.constexpr,
     BC: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
-    ACT: tl.constexpr,
     RAW: tl.constexpr,
     POOL: tl.constexpr,
 ):
-    """dx, where Q reaches only the pixel of each window that was the largest."""
+    """What Q has for the pooled x̂ goes to the pixel of each window that was the largest."""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty if RAW else tl.float32
     windows = tl.cdiv(H, POOL) * tl.cdiv(W, POOL)
     blocks = tl.cdiv(C, BC // K * K)
     program = tl.program_id(0)
     n = tl.cast(program // blocks // rows, tl.int64)
     channel, valid = block_channels(program % blocks, C, K, BC)
-    center, rstd, gamma, beta, offset = load_channel_values(values_ptr, channel, valid, C)
-    i, j = channel[:, None], channel[None, :]
-    w = load_w(w_ptr, n, channel, valid, C, BC)
-    e = tl.load(e_ptr + n * C + channel, mask=valid, other=0.0)
-    f = tl.load(f_ptr + n * C + channel, mask=valid, other=0.0) * rstd
-    pooled_offset = tl.load(pooled_offset_ptr + channel, mask=valid, other=0.0)
-    P = load_matrix(P_ptr, i, j, valid, K)
+    center, rstd, gamma, _, _ = load_channel_values(values_ptr, channel, valid, C)
+    offset = tl.load(pooled_offset_ptr + channel, mask=valid, other=0.0) * rstd
     shift, left = shift_of(center, rstd, DTYPE, RAW)
-    matrix, rest, unit, c = map_of_x(P, w * gamma, rstd, w * beta + offset, left, DTYPE, RAW, BC)
-    Q = rstd[:, None] * load_matrix(Q_ptr, i, j, valid, K)
+    Q = rstd[:, None] * load_matrix(Q_ptr, channel[:, None], channel[None, :], valid, K)
     nothing = tl.zeros((BC,), tl.float32)
-    through, _, through_unit, pooled_offset = map_of_x(
-        Q, nothing, rstd, pooled_offset * rstd, left, DTYPE, RAW, BC
-    )
+    matrix, _, unit, c = map_of_x(Q, nothing, rstd, offset, left, DTYPE, RAW, BC)
     sign = sign_of(gamma)
     sample = n * C * H * W
     for start in range(program // blocks % rows * BL, windows, rows * BL):
@@ -196,19 +193,12 @@ def backward_pooled_kernel(
             largest = tl.maximum(largest, signed)
         inside = (window < windows)[:, None] & valid[None, :]
         largest = tl.where(inside, largest * sign[None, :], 0.0).to(x_ptr.dtype.element_ty)
-        pooled = operand_of(largest, shift, DTYPE)
-        through_pool = transform(pooled, through, through_unit, pooled_offset, DTYPE)
+        added = transform(operand_of(largest, shift, DTYPE), matrix, unit, c, DTYPE)
         for k in tl.static_range(POOL * POOL):
             offsets, mask = window_offsets(
                 window, k // POOL, k % POOL, channel, valid, C, H, W, POOL, CHANNELS_LAST
             )
-            x = tl.load(x_ptr + sample + offsets, mask=mask, other=0.0)
-            g = tl.load(grad_ptr + sample + offsets, mask=mask, other=0.0).to(tl.float32)
-            if ACT != NONE:
-                operand = operand_of(x, shift, DTYPE)
-                g = activation_gradient(g, transform(operand, matrix, unit, c, DTYPE), slope, ACT)
-            centered = x.to(tl.float32) - center[None, :]
-            dx = tl.where(which == k, through_pool, 0.0) + f[None, :]
-            dx += (rstd * e * rstd)[None, :] * centered
-            dx = add_transposed(dx, round_to(g, DTYPE), matrix, rest, unit, DTYPE)
+            # all pixels: whole vectors of them are faster than some of their values
+            dx = tl.load(dx_ptr + sample + offsets, mask=mask, other=0.0).to(tl.float32)
+            dx += tl.where(which == k, added, 0.0)
             tl.store(dx_ptr + sample + offsets, round_to(dx, dx_ptr.dtype.element_ty), mask=mask)

@@ -50,7 +50,7 @@ def load_rows(ptr, row, channel, valid, rows, C):
 
 
 @triton.jit
-def _part_pixels(part, splits, split_pixels, L):
+def part_pixels(part, splits, split_pixels, L):
     """Pixels in a part."""
     return tl.minimum(split_pixels, L - part % splits * split_pixels).to(tl.float32)
 
@@ -76,7 +76,7 @@ def mean_apart(
     for start in range(0, parts, BN):
         part = start + tl.arange(0, BN)
         apart, _ = load_apart(pivot_ptr, rest_ptr, part, origin, channel, valid, parts, C)
-        total += tl.sum(apart * _part_pixels(part, splits, split_pixels, L)[:, None], 0)
+        total += tl.sum(apart * part_pixels(part, splits, split_pixels, L)[:, None], 0)
     return total / (tl.cast(parts // splits, tl.float32) * L)
 
 
@@ -144,7 +144,7 @@ def _statistics_kernel(
             instance_square = tl.zeros((BN, KP), tl.float32)
             for split in range(0, splits):
                 part = n * splits + split
-                weight = _part_pixels(part, splits, split_pixels, L)[:, None]
+                weight = part_pixels(part, splits, split_pixels, L)[:, None]
                 apart, _ = load_apart(pivot_ptr, rest_ptr, part, origin, channel, valid, parts, C)
                 square, _ = load_rows(square_ptr, part, channel, valid, parts, C)
                 instance_mean += apart * (weight / L)
@@ -157,7 +157,7 @@ def _statistics_kernel(
                 if splits > 1:
                     for split in range(0, splits):
                         part = n * splits + split
-                        weight = _part_pixels(part, splits, split_pixels, L)[:, None]
+                        weight = part_pixels(part, splits, split_pixels, L)[:, None]
                         apart, _ = load_apart(
                             pivot_ptr, rest_ptr, part, origin, channel, valid, parts, C
                         )
