@@ -16,6 +16,7 @@ from torch import nn
 from _checks import relative_error
 from cenet import BatchDecorrelation2d, InstanceReweighting2d, NormCE2d
 from cenet.baselines import IterNorm2d, SwitchableNorm2d, SwitchableWhitening2d
+from cenet.export import load_weights_
 from cenet.models import NETWORKS, create_model
 from cenet.models.cost import PAPER_GFLOPS, cost, multiply_adds
 from cenet.models.released import released_ceresnet50
@@ -76,18 +77,60 @@ def test_plain_shufflenet_is_that_of_torchvision():
     assert torch.allclose(model(x), stock(x), atol=1e-6)
 
 
-def test_ce_hands_its_shortcut_over_and_changes_nothing_by_it():
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"drop_path_rate": 0.5}, {"drop_block_rate": 0.5}, {"aa_layer": timm.layers.BlurPool2d}],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+def test_ce_hands_its_shortcut_over_and_changes_nothing_by_it(name, options):
     """The blocks of a CE network against timm's own blocks around the same layers."""
     torch.manual_seed(0)
-    model = create_model("resnet50", num_classes=3)
-    reference = create_model("resnet50", num_classes=3)
+    model = create_model(name, num_classes=3, **options)
+    reference = create_model(name, num_classes=3, **options)
     reference.load_state_dict(model.state_dict())
     for block in reference.modules():
-        if isinstance(block, timm.models.resnet.Bottleneck):
-            block.__class__ = timm.models.resnet.Bottleneck
+        for stock in (timm.models.resnet.BasicBlock, timm.models.resnet.Bottleneck):
+            if isinstance(block, stock):
+                block.__class__ = stock
     x = torch.randn(2, 3, 64, 64)
     for mode in (True, False):
-        assert relative_error(model.train(mode)(x), reference.train(mode)(x)) < 1e-6
+        outputs = []
+        for network in (model, reference):
+            torch.manual_seed(1)  # of what is dropped
+            outputs.append(network.train(mode)(x))
+        assert relative_error(*outputs) < 1e-6
+
+
+def test_squeeze_excite_comes_after_the_activation_or_before_the_addition():
+    vgg, shuffle = create_model("vgg16", "se"), create_model("shufflenetv2_x0_5", "se")
+    assert [type(m) for m in vgg.features[2]] == [nn.ReLU, timm.layers.SEModule]
+    branch = shuffle.stage2[0].branch2
+    assert [type(m) for m in branch[-2:]] == [nn.ReLU, timm.layers.SEModule]
+    for block in create_model("mobilenetv2_100", "se").blocks[1]:
+        assert isinstance(block.se, timm.layers.SEModule)
+        assert block.se.fc1.in_channels == block.conv_dw.out_channels
+        assert isinstance(block.conv_dw, nn.Conv2d)
+    assert isinstance(create_model("resnet18", "se").layer1[0].se, timm.layers.SEModule)
+
+
+def test_norms_are_built_as_documented():
+    groups = {m.num_channels: m.num_groups for m in create_model(
+        "mobilenetv2_100", None, norm="gn").modules() if isinstance(m, nn.GroupNorm)}  # fmt: skip
+    assert groups[32] == 32
+    assert groups[24] == 8
+    instance = create_model("vgg16", None, norm="in").features[1]
+    assert instance.weight is not None
+    act = create_model("mobilenetv2_100", None, norm="gn").blocks[1][0].bn1
+    x = torch.randn(2, 96, 4, 4)
+    assert torch.equal(act(x), act.norm(x).clamp(0, 6))
+
+
+def test_dropout_before_the_classifier():
+    model = create_model("vgg16", drop_rate=0.999, num_classes=3).train()
+    nn.init.ones_(model.fc.weight)
+    logits = model.forward_head(torch.ones(64, 512, 2, 2))
+    assert (logits == model.fc.bias).any(1).float().mean() > 0.3
 
 
 @pytest.mark.parametrize("name", ["resnet18", "mobilenetv2_100", "shufflenetv2_x0_5", "vgg16"])
@@ -171,6 +214,8 @@ def test_bad_arguments_are_named(arguments, message):
 
 
 def test_costs():
+    # Tables 1 and 2 of the paper
+    assert list(PAPER_GFLOPS.values()) == [1.83, 4.16, 7.89, 0.33, 0.05, 0.16]
     assert set(PAPER_GFLOPS) == set(NETWORKS) - {"vgg16"}
     found = cost("shufflenetv2_x1_0")
     plain, training, folded = found.multiply_adds
@@ -257,9 +302,10 @@ def test_cli_exports_a_checkpoint(tmp_path):
     torch.manual_seed(0)
     model = timm.create_model("cevgg16", num_classes=4)
     torch.save(model.state_dict(), tmp_path / "weights.pth")
-    arguments = ("export", "cevgg16", str(tmp_path / "weights.pth"), "--num-classes", "4")
+    arguments = ("export", "cevgg16", str(tmp_path / "weights.pth"))
     result = run_cli(*arguments, "--format", "safetensors", "--out", str(tmp_path / "folder"))
     assert result.returncode == 0, result.stderr
+    assert (tmp_path / "folder" / "model.safetensors").is_file()
     again = timm.create_model(f"local-dir:{tmp_path / 'folder'}", pretrained=True).eval()
     x = torch.randn(2, 3, 32, 32)
     assert torch.equal(again(x), model.eval()(x))
@@ -270,6 +316,7 @@ def test_cli_exports_a_checkpoint(tmp_path):
     [
         (("export", "resnet50", "w.pth", "--out", "x"), "resnet50 is not a CE network; use one of"),
         (("export", "cevgg16", "none.pth", "--out", "x"), "none.pth is not a file"),
+        (("bench", "vgg16", "--size", "8", "--batch", "1"), "vgg16 does not take 1 images of this"),
         (("bench", "resnet34"), "resnet34 is not a network of the paper; use one of"),
         (("bench", "vgg16", "--batch", "0"), "batch, rounds and size must be at least 1"),
     ],
@@ -287,6 +334,44 @@ def test_a_damaged_file_gives_one_clear_error(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"damaged.pth cannot be read as a checkpoint"):
         released_ceresnet50(path)
+
+
+class Explosive:
+    def __reduce__(self):
+        return (Path.touch, (Path("exploded"),))
+
+
+def test_code_in_a_file_is_refused_and_not_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"fc.weight": Explosive()}, tmp_path / "code.pth")
+    with pytest.raises(ValueError, match="holds code, which is not run"):
+        released_ceresnet50(tmp_path / "code.pth")
+    assert not (tmp_path / "exploded").exists()
+
+
+@pytest.mark.parametrize("state", [{1: torch.zeros(1)}, {"fc.weight": 3}, None, 3])
+def test_what_is_no_state_dict_is_named(state):
+    with pytest.raises(ValueError, match="must be a file or a state dict"):
+        released_ceresnet50(state)
+
+
+def test_export_refuses_weights_that_are_not_finite(tmp_path):
+    model = create_model("vgg16", num_classes=3)
+    state = model.state_dict()
+    state["fc.bias"] = torch.full((3,), torch.nan)
+    torch.save({f"_orig_mod.{key}": value for key, value in state.items()}, tmp_path / "w.pth")
+    with pytest.raises(ValueError, match=r"not finite: fc.bias"):
+        load_weights_(model, tmp_path / "w.pth")
+
+
+def test_export_into_a_file_as_folder_is_one_error(tmp_path):
+    torch.save(timm.create_model("cevgg16").state_dict(), tmp_path / "w.pth")
+    (tmp_path / "file").touch()
+    arguments = ("export", "cevgg16", str(tmp_path / "w.pth"), "--format", "safetensors")
+    result = run_cli(*arguments, "--out", str(tmp_path / "file"))
+    assert result.returncode != 0
+    assert "nothing was written to" in result.stderr.replace("\n", " ")
+    assert "Traceback" not in result.stderr
 
 
 def test_cli_bench_prints_ratios():

@@ -168,6 +168,29 @@ def test_files(name, tmp_path):
     assert torch.equal(again.eval()(x), model(x))
 
 
+def test_a_folder_remembers_how_the_network_was_built(tmp_path):
+    options = {"block": "bd", "act": "elu", "norm": "gn", "in_chans": 1, "num_classes": 3}
+    model = timm.create_model("cevgg16", layer_args={"group_size": 8}, **options).eval()
+    export_safetensors(model, tmp_path)
+    again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    x = torch.randn(2, 1, 32, 32)
+    assert torch.equal(again(x), model(x))
+
+
+def test_only_registered_networks_go_into_folders(tmp_path):
+    with pytest.raises(ValueError, match=r"not built by timm.create_model"):
+        export_safetensors(create_model("vgg16"), tmp_path)
+
+
+def test_onnx_of_a_network_without_ce(tmp_path):
+    runtime = pytest.importorskip("onnxruntime")
+    model, x = create_model("vgg16", "se", act="leaky_relu").eval(), images("cevgg16", 2)
+    export_onnx(model, tmp_path / "se.onnx", x)
+    session = runtime.InferenceSession(tmp_path / "se.onnx")
+    logits = torch.from_numpy(session.run(None, {"images": x.numpy()})[0])
+    assert relative_error(logits, model(x)) < 1e-4
+
+
 @each_network
 def test_layout_and_precision(name):
     x, model = images(name), network(name)
@@ -210,6 +233,7 @@ def test_onnx(name, tmp_path):
     runtime = pytest.importorskip("onnxruntime")
     model = network(name)
     export_onnx(model, tmp_path / "model.onnx", images(name, 1))
+    assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]  # weights inside
     session = runtime.InferenceSession(tmp_path / "model.onnx")
     for n in (1, 3):
         x = images(name, n)
@@ -245,7 +269,11 @@ def test_gradient_checkpointing(name):
     saving = deepcopy(model)
     saving.set_grad_checkpointing()
     model(x).square().sum().backward()
+    calls = []
+    site = next(m for key, m in saving.named_modules() if key.endswith(("branch2.6", "bn2", "s.1")))
+    site.register_forward_pre_hook(lambda *_: calls.append(1))
     saving(x.requires_grad_()).square().sum().backward()
+    assert len(calls) == 2  # once more in backward
     expected = dict(model.named_parameters())
     for key, parameter in saving.named_parameters():
         assert relative_error(parameter.grad, expected[key].grad) < 1e-4, key
@@ -258,14 +286,19 @@ def test_gradient_checkpointing(name):
 def test_exported_program(tmp_path):
     x, model = images("ceshufflenetv2_x0_5", 3), network("ceshufflenetv2_x0_5")
     export_folded(model, tmp_path / "model.pt2", x)
-    program = torch.export.load(tmp_path / "model.pt2").module()
-    assert relative_error(program(x), model(x)) < 1e-5
+    program = torch.export.load(tmp_path / "model.pt2")
+    assert not any("running_mean" in key for key in program.state_dict)  # folded
+    assert relative_error(program.module()(x), model(x)) < 1e-5
+    assert model.train().training
+    export_folded(model, tmp_path / "again.pt2", x)
+    assert model.training  # as it was
 
 
 def test_a_fine_tune_from_stock_weights_to_onnx(tmp_path):
     runtime = pytest.importorskip("onnxruntime")
     torch.manual_seed(0)
-    stock = timm.create_model("resnet18", num_classes=5)
+    # with branches that do something: timm starts their last norms at zero
+    stock = timm.create_model("resnet18", num_classes=5, zero_init_last=False)
     torch.save(stock.state_dict(), tmp_path / "stock.pth")
     model = create_model("resnet18", start="identity", num_classes=5)
     state = torch.load(tmp_path / "stock.pth", weights_only=True)
@@ -282,7 +315,7 @@ def test_a_fine_tune_from_stock_weights_to_onnx(tmp_path):
         loss.backward()
         optimizer.step()
     model.eval()
-    assert any(m.ce.blend.item() != 0 for m in model.modules() if isinstance(m, NormCE2d))
+    assert all(m.ce.blend.item() != 0 for m in model.modules() if isinstance(m, NormCE2d))
     torch.save(model.state_dict(), tmp_path / "tuned.pth")
     again = create_model("resnet18", start="identity", num_classes=5).eval()
     again.load_state_dict(torch.load(tmp_path / "tuned.pth", weights_only=True))

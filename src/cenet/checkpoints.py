@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -72,7 +73,8 @@ def load_released_ce_(layer: ChannelEquilibrium2d, state: Mapping[str, Tensor]) 
 def read_state(path: str | Path) -> dict[str, Tensor]:
     """Read a state dict from a .safetensors or .pth file, without executing code from it.
 
-    A state dict under "state_dict" or "model" is taken out.
+    A state dict under "state_dict" or "model" is taken out, and what DataParallel and torch.compile
+    put before its keys is left off.
 
     Raises:
         ValueError: the file is missing, damaged, or holds something else than tensors.
@@ -88,12 +90,31 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
             state = load_file(path)
         else:
             state = torch.load(path, map_location="cpu", weights_only=True)
+    except UnpicklingError as error:
+        raise ValueError(
+            f"{path} cannot be read as a checkpoint: it is damaged or holds code, which is not run;"
+            " save the state dict alone"
+        ) from error
     except Exception as error:  # the readers raise a dozen kinds
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{path} cannot be read as a checkpoint: {reason}") from error
     for key in ("state_dict", "model"):
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
-    if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
+    if not is_state(state):
         raise ValueError(f"{path} does not hold a state dict of tensors")
-    return dict(state)
+    return {_plain(key): value for key, value in state.items()}
+
+
+def is_state(state: Any) -> bool:
+    """Whether this is a state dict: tensors by name."""
+    return isinstance(state, Mapping) and all(
+        isinstance(key, str) and isinstance(value, Tensor) for key, value in state.items()
+    )
+
+
+def _plain(key: str) -> str:
+    """A key without what DataParallel and torch.compile put before it."""
+    while key.startswith(("module.", "_orig_mod.")):
+        key = key.split(".", 1)[1]
+    return key

@@ -57,8 +57,10 @@ def models() -> None:
     table.add_column("network", no_wrap=True)
     for column in ("sites", "params", "+CE", "plain", "train", "folded", "paper", "off"):
         table.add_column(column, justify="right", no_wrap=True)
+    console = Console()
     for name in NETWORKS:
-        found = cost(name)
+        with console.status(f"counting {name}"):
+            found = cost(name)
         parameters = (f"{value / 1e6:.1f}" for value in found.parameters)
         counted = (f"{value / 1e9:.3f}" for value in found.multiply_adds)
         paper = ["", ""]
@@ -66,7 +68,7 @@ def models() -> None:
             off = found.multiply_adds[2] / 1e9 / found.paper - 1
             paper = [f"{found.paper:.2f}", f"{off:+.1%}"]
         table.add_row(f"ce{name}", str(found.sites), *parameters, *counted, *paper)
-    Console().print(table)
+    console.print(table)
 
 
 def bench(
@@ -97,10 +99,18 @@ def bench(
         raise SystemExit("batch, rounds and size must be at least 1")
     if device == "cuda" and not _has_cuda():
         raise SystemExit("--device cuda: this machine has no CUDA device; use --device cpu")
-    found = time_inference(
-        name, device=device, batch=batch, rounds=rounds, size=size, compiled=compiled
+    try:
+        found = time_inference(
+            name, device=device, batch=batch, rounds=rounds, size=size, compiled=compiled
+        )
+    except RuntimeError as error:
+        raise SystemExit(
+            f"{name} does not take {batch} images of this size here: {str(error).splitlines()[0]}"
+        ) from error
+    side = size or NETWORKS[name].input_size
+    table = Table(
+        title=f"{name}, inference, {batch} images of {side}², {device}, n = {rounds} turns"
     )
-    table = Table(title=f"{name}, inference, batch {batch}, {device}, {rounds} rounds in turns")
     for column in ("network", "ms", "ratio to plain", "least to largest"):
         table.add_column(column, justify="left" if column == "network" else "right")
     for row in found:
@@ -114,39 +124,42 @@ def export(
     checkpoint: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CKPT")],
     out: Path,
     format: Literal["onnx", "safetensors", "folded"] = "onnx",
-    num_classes: int | None = None,
 ) -> None:
-    """Write a trained CE network for deployment.
+    """Write a trained CE network for deployment, for images of its own size and any batch.
 
     Args:
         model: a CE network such as ceresnet50.
         checkpoint: its weights, .pth or .safetensors.
         out: file to write; for safetensors a folder, which timm reads as local-dir:OUT.
         format: onnx, safetensors, or folded: a program for torch.export.load.
-        num_classes: of the checkpoint; by default the network's own.
     """
     import timm
     import torch
 
+    from cenet.checkpoints import read_state
     from cenet.export import export_folded, export_onnx, export_safetensors, load_weights_
     from cenet.models import NETWORKS
 
     names = [f"ce{name}" for name in NETWORKS]
     if model not in names:
         raise SystemExit(f"{model} is not a CE network; use one of {', '.join(names)}")
-    network: Any = timm.create_model(model, num_classes=num_classes).eval()
+    config: Any = timm.get_pretrained_cfg(model)
     try:
+        # as many classes as the checkpoint has
+        classifier = read_state(checkpoint).get(f"{config.classifier}.weight")
+        classes = None if classifier is None or classifier.dim() != 2 else len(classifier)
+        network = timm.create_model(model, num_classes=classes).eval()
+        images = torch.zeros(1, *config.input_size)
         load_weights_(network, checkpoint)
-    except ValueError as error:
-        raise SystemExit(str(error)) from error
-    images = torch.zeros(1, *network.pretrained_cfg["input_size"])
-    out.parent.mkdir(parents=True, exist_ok=True)
-    if format == "onnx":
-        export_onnx(network, out, images)
-    elif format == "folded":
-        export_folded(network, out, images)
-    else:
-        export_safetensors(network, out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if format == "onnx":
+            export_onnx(network, out, images)
+        elif format == "folded":
+            export_folded(network, out, images)
+        else:
+            export_safetensors(network, out)
+    except (ValueError, OSError, RuntimeError) as error:
+        raise SystemExit(f"nothing was written to {out}: {error}") from error
     print(f"wrote {out}")
 
 
@@ -193,6 +206,8 @@ def _create(name: str) -> "nn.Module":
         network: nn.Module = torchvision.models.get_model(short, weights=None)
         return network
     import timm
+
+    import cenet.models  # noqa: F401, registers
 
     short = name.removeprefix("timm/")
     if not timm.is_model(short):

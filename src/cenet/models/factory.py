@@ -51,7 +51,16 @@ def create_model(
         layer_args: arguments of the CE layers, e.g. {"group_size": 32}.
         **kwargs: of the network, as in timm: num_classes, in_chans, drop_rate, ...
     """
-    network = NETWORKS.get(name)
+    # what a file needs to say to have this network built again
+    chosen: dict[str, Any] = {
+        "block": block,
+        "norm": norm,
+        "act": act,
+        "stem": stem,
+        "ce_position": ce_position,
+    }
+    chosen |= {"start": start, "layer_args": layer_args, **kwargs}
+    network = NETWORKS.get(name) if isinstance(name, str) else None
     if network is None:
         raise ValueError(
             f"{name!r} is not a network of the paper; use one of {', '.join(NETWORKS)}"
@@ -62,7 +71,7 @@ def create_model(
     _check_position(ce_position, network, block)
     if block == "se" and network.squeeze is None:
         kwargs["block_args"] = {**kwargs.get("block_args", {}), "attn_layer": "se"}
-    model = network.build(**kwargs)
+    model: Any = network.build(**kwargs)
     if block == "se" and network.squeeze is not None:
         network.squeeze(model)
     replace_norms_(model, norm)
@@ -74,7 +83,11 @@ def create_model(
         if stem and network.stem is not None:
             pooled = {} if block == "ir" else {"pool": STEM_POOL}
             insert_ce_(model, lambda _, site: site == network.stem, **{**pooled, **args})
-    return model
+    model.model_args = {key: value for key, value in chosen.items() if value is not None}
+    if block is None:
+        model.model_args["block"] = None
+    built: nn.Module = model
+    return built
 
 
 def _check(argument: str, value: Any, choices: Any) -> None:

@@ -42,6 +42,8 @@ class Staged(nn.Module):
 
     def reset_classifier(self, num_classes: int, global_pool: str = "avg") -> None:
         """Replace the classifier; 0 classes leave the pooled features."""
+        if num_classes > 0 and not global_pool:
+            raise ValueError(f"global_pool={global_pool!r} leaves a map, which has no classes")
         self.num_classes = num_classes
         pool, fc = create_classifier(self.num_features, num_classes, pool_type=global_pool)
         self.global_pool, self.fc = pool.train(self.training), fc.train(self.training)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from cenet.checkpoints import load_released_ce_, read_state
+from cenet.checkpoints import is_state, load_released_ce_, read_state
 from cenet.models.factory import create_model
 from cenet.nn import ChannelEquilibrium2d, NormCE2d
 from cenet.surgery import insert_ce_
@@ -29,8 +29,11 @@ def released_ceresnet50(checkpoint: str | Path | Mapping[str, Tensor]) -> nn.Mod
         ValueError: keys are unknown or missing, or a shape does not fit; the message lists them.
     """
     state = read_state(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint
+    if not is_state(state):
+        raise ValueError(f"checkpoint={type(state).__name__} must be a file or a state dict")
     state = {key.removeprefix("module."): value for key, value in state.items()}
-    classes = len(state["fc.weight"]) if "fc.weight" in state else 1000
+    weight = state.get("fc.weight", torch.empty(1000, 0))
+    classes = len(weight) if weight.dim() == 2 else 1000
     model = create_model("resnet50", stem=False, num_classes=classes)
     insert_ce_(model, lambda _, name: name == "bn1", group_size=STEM_GROUP_SIZE)
     layers = {
