@@ -83,9 +83,7 @@ def create_model(
         if stem and network.stem is not None:
             pooled = {} if block == "ir" else {"pool": STEM_POOL}
             insert_ce_(model, lambda _, site: site == network.stem, **{**pooled, **args})
-    model.model_args = {key: value for key, value in chosen.items() if value is not None}
-    if block is None:
-        model.model_args["block"] = None
+    model.model_args = {k: v for k, v in chosen.items() if v is not None or k == "block"}
     built: nn.Module = model
     return built
 
