@@ -1,4 +1,4 @@
-"""torch.hub entry points: `torch.hub.load("cenet/cenet", "ceresnet50", source="github")`."""
+"""torch.hub entry points: `torch.hub.load("PATH", "ceresnet50", source="local")`."""
 
 import sys
 from pathlib import Path
@@ -7,12 +7,4 @@ sys.path.insert(0, str(Path(__file__).parent / "src"))
 
 dependencies = ["torch", "torchvision", "timm"]
 
-from cenet.models import (  # noqa: E402, F401
-    cemobilenetv2_100,
-    ceresnet18,
-    ceresnet50,
-    ceresnet101,
-    ceshufflenetv2_x0_5,
-    ceshufflenetv2_x1_0,
-    cevgg16,
-)
+from cenet.models.entrypoints import *  # noqa: E402, F403

@@ -528,7 +528,7 @@ def test_bad_input(name):
     with pytest.raises(TypeError, match="floating-point"):
         layer(torch.zeros(2, C, 3, 3, dtype=torch.long))
     for shape in ((2, C), (2, C + 1, 3, 3)):
-        with pytest.raises(ValueError, match=rf"expected an input \(N, {C}, H, W\)"):
+        with pytest.raises(ValueError, match=rf"expected (a 4-D input|{C} channels)"):
             layer(torch.zeros(shape))
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         layer(torch.zeros(1, C, 1, 1))

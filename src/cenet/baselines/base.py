@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from cenet import functional as F
-from cenet.nn.base import check, check_counts, is_number
+from cenet.nn.base import check, check_counts, check_images, is_number
 from cenet.nn.running import average_
 from cenet.nn.tracing import call_as_leaf, is_proxy
 
@@ -62,7 +62,7 @@ class BaselineNorm2d(nn.Module):
         """Normalize x: (N, C, H, W) -> (N, C, H, W), in the dtype and memory format of x."""
         if is_proxy(x):
             return call_as_leaf(self, x)
-        self.check_input(x)
+        check_images(x, self.num_features)
         # an empty batch has no statistics
         batch = self.training and x.numel() > 0
         if batch:
@@ -80,17 +80,6 @@ class BaselineNorm2d(nn.Module):
         those values.
         """
         raise NotImplementedError
-
-    def check_input(self, x: Tensor) -> None:
-        """Raise a clear error for an input of the wrong dtype or shape."""
-        if not x.is_floating_point():
-            raise TypeError(
-                f"expected a floating-point input, got {x.dtype}; convert it with x.float()"
-            )
-        check(
-            x.dim() == 4 and x.shape[1] == self.num_features,
-            f"expected an input (N, {self.num_features}, H, W), got shape {tuple(x.shape)}",
-        )
 
     def affine_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """γ and β, (C,) each, in the dtype of x."""

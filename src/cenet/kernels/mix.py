@@ -11,7 +11,6 @@ recomputes the sign of the activation from x, or reads it off y when there was a
     dx      = rstd ⊙ (Pᵀg + w_n γ ⊙ g + Q·x̂ + e_n ⊙ x̂ + f_n)
 """
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -21,13 +20,14 @@ from torch import Tensor
 
 from cenet.kernels.launch import launch
 from cenet.kernels.modes import ACTIVATIONS
-from cenet.kernels.operands import is_raw, map_of_x, operand_of, shift_of, transform
+from cenet.kernels.operands import map_of_x, operand_of, shift_of, transform
 from cenet.kernels.tiles import (
     Tile,
     Walk,
     activate,
     alignment,
     is_channels_last,
+    is_raw,
     load_channel_values,
     load_matrix,
     load_tile,
@@ -35,7 +35,7 @@ from cenet.kernels.tiles import (
     locate,
     store_tile,
     tile_offsets,
-    walk,
+    walk_over,
 )
 
 # if channels_last, and if not
@@ -106,20 +106,13 @@ def _forward_kernel(
 def forward(x: Tensor, mapping: Map, residual: Tensor | None = None) -> Tensor:
     """Apply the map to x, in the layout of x."""
     y = torch.empty_like(x)
-    cut = walk_over(x, mapping, TILES)
+    cut = walk_over(x, mapping.group_size, TILES)
     launch(
         _forward_kernel, grid(x, mapping, cut),
         x, residual, y, *pointers(mapping), *sizes(x), mapping.slope, *cuts(x, cut),
         **tile_constants(x, mapping, cut), ACT=ACTIVATIONS[mapping.act],
     )  # fmt: skip
     return y
-
-
-def walk_over(x: Tensor, mapping: Map, tiles: Mapping[bool, tuple[Tile, ...]]) -> Walk:
-    """How to cut x up, by the tiles for its layout."""
-    n, channels, height, width = x.shape
-    choices = tiles[is_channels_last(x)]
-    return walk(n, channels, height * width, mapping.group_size, is_raw(x), choices)
 
 
 def grid(x: Tensor, mapping: Map, cut: Walk) -> tuple[int]:

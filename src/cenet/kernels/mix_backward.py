@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cenet.kernels.launch import empty, launch
 from cenet.kernels.mix import TILES as MAP_TILES
-from cenet.kernels.mix import Map, cuts, grid, pointers, sizes, tile_constants, walk_over
+from cenet.kernels.mix import Map, cuts, grid, pointers, sizes, tile_constants
 from cenet.kernels.modes import ACTIVATIONS
 from cenet.kernels.operands import add_transposed, map_of_x, operand_of, shift_of, transform
 from cenet.kernels.pooling import add_pooled_kernel, pooled_walk
@@ -34,6 +34,7 @@ from cenet.kernels.tiles import (
     same_group,
     store_tile,
     tile_offsets,
+    walk_over,
 )
 
 # if channels_last, and if not
@@ -230,7 +231,7 @@ def reduce(x: Tensor, grad: Tensor, mapping: Map, y: Tensor | None = None) -> Su
         y: the output, if there was a residual. Then the masked gradient is returned too.
     """
     n, channels, _, _ = x.shape
-    cut = walk_over(x, mapping, REDUCE_TILES)
+    cut = walk_over(x, mapping.group_size, REDUCE_TILES)
     grad_P = None
     if mapping.P is not None:
         grad_P = empty(x.device, cut.rows(n), *mapping.P.shape)
@@ -265,7 +266,7 @@ def backward(
     """
     dx = torch.empty_like(x)
     pooled = through.pooled_offset is not None
-    cut = walk_over(x, mapping, TILES)
+    cut = walk_over(x, mapping.group_size, TILES)
     launch(
         _backward_kernel, grid(x, mapping, cut),
         x, grad, dx, *pointers(mapping), None if pooled else through.Q, through.e, through.f,

@@ -12,23 +12,22 @@ import triton.language as tl
 from torch import Tensor
 
 from cenet.kernels.launch import empty, launch
-from cenet.kernels.operands import is_raw
 from cenet.kernels.pooling import measure_pooled_kernel, pooled_walk
 from cenet.kernels.tiles import (
     Tile,
-    Walk,
     alignment,
     at_least_0,
     ceil_div,
     dot,
     is_channels_last,
+    is_raw,
     locate,
     matrix_offsets,
     pivot_of,
     round_to,
     same_group,
     tile_offsets,
-    walk,
+    walk_over,
 )
 
 # if channels_last, and if not
@@ -123,7 +122,8 @@ def measure(
     n, channels, height, width = x.shape
     pixels = height * width
     groups = ceil_div(channels, group_size)
-    cut = measure_walk(x, group_size, gram=gram, pool=pool)
+    pooled = gram and pool > 1
+    cut = pooled_walk(x, group_size, pool) if pooled else walk_over(x, group_size, TILES)
     cut = cut._replace(splits=1) if whole else cut
     half = 0.5 if x.dtype == torch.float16 else 1.0
     pivot, rest, square = empty(x.device, 3, n * cut.splits, channels)
@@ -132,7 +132,7 @@ def measure(
     shared = {"CHANNELS_LAST": is_channels_last(x), "HALF": half, "RAW": is_raw(x)}
     shared |= {"K": group_size, "BL": cut.pixels, "BC": cut.channels}
     options = {"num_warps": cut.warps, "num_stages": cut.stages}
-    if gram and pool > 1:
+    if pooled:
         pooled_rest = empty(x.device, n * cut.splits, channels)
         high = ceil_div(ceil_div(height, pool), cut.splits)
         launch(
@@ -149,12 +149,3 @@ def measure(
     )  # fmt: skip
     found = grams if gram else None
     return Parts(pivot, rest, square, found, None, cut.splits, tiles * cut.pixels)
-
-
-def measure_walk(x: Tensor, group_size: int, *, gram: bool, pool: int) -> Walk:
-    """The usual way to cut x up for measuring."""
-    n, channels, height, width = x.shape
-    if gram and pool > 1:
-        return pooled_walk(x, group_size, pool)
-    choices = TILES[is_channels_last(x)]
-    return walk(n, channels, height * width, group_size, is_raw(x), choices)

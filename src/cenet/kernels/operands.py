@@ -5,10 +5,8 @@ matrix: M = (P + Diag(d)) · Diag(rstd). Only M is rounded. Its constant is that
 matrix, so that the error does not grow with the distance of x from 0.
 """
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from cenet.kernels.tiles import diagonal, dot, in_two_parts, round_to
 
@@ -16,16 +14,6 @@ from cenet.kernels.tiles import diagonal, dot, in_two_parts, round_to
 FAR = tl.constexpr(16.0)
 # entry of a matrix in float16: what is smaller by 28 binary digits is still normal
 LARGEST = tl.constexpr(2.0**14)
-
-
-def is_raw(x: Tensor) -> bool:
-    """Whether products take x as it is, in half precision: exact, and added up in float32.
-
-    Else they take x − center in float32. So they do with few pixels, where gradients cancel and
-    rounding the matrices would show; speed does not matter there.
-    """
-    n, _, height, width = x.shape
-    return x.dtype != torch.float32 and height * width > 16 and n * height * width > 512
 
 
 @triton.jit

@@ -1,5 +1,6 @@
 """How a kernel walks over x: tiles of pixels × channels, and what every kernel does with a tile."""
 
+from collections.abc import Mapping
 from functools import cache
 from math import gcd
 from typing import NamedTuple
@@ -74,6 +75,23 @@ def walk(
     splits = ceil_div(tiles, ceil_div(tiles, splits))  # no split is empty
     warps = max(tile.warps, tile_pixels * tile_channels // most_per_warp, tile_channels**2 // 1024)
     return Walk(tile_pixels, tile_channels, splits, warps, tile.stages)
+
+
+def walk_over(x: Tensor, group_size: int, tiles: Mapping[bool, tuple[Tile, ...]]) -> Walk:
+    """How to cut x up, by the tiles for its layout: channels_last or not."""
+    n, channels, height, width = x.shape
+    choices = tiles[is_channels_last(x)]
+    return walk(n, channels, height * width, group_size, is_raw(x), choices)
+
+
+def is_raw(x: Tensor) -> bool:
+    """Whether products take x as it is, in half precision: exact, and added up in float32.
+
+    Else they take x − center in float32. So they do with few pixels, where gradients cancel and
+    rounding the matrices would show; speed does not matter there.
+    """
+    n, _, height, width = x.shape
+    return x.dtype != torch.float32 and height * width > 16 and n * height * width > 512
 
 
 def ceil_div(value: int, by: int) -> int:

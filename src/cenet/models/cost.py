@@ -33,11 +33,11 @@ class Cost(NamedTuple):
     paper: float | None  # billions, with CE
 
 
-def multiply_adds(model: nn.Module, image_size: int, in_chans: int = 3) -> int:
+def multiply_adds(model: nn.Module, image_size: int) -> int:
     """Multiply-adds of convolutions and matrix products for one image, in the model's mode."""
     twin = deepcopy(model).to("meta")
     batch = 2 if model.training else 1  # in training there are statistics to take
-    images = torch.empty(batch, in_chans, image_size, image_size, device="meta")
+    images = torch.empty(batch, 3, image_size, image_size, device="meta")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         twin(images)
     return int(counter.get_total_flops()) // 2 // batch

@@ -51,15 +51,6 @@ def create_model(
         layer_args: arguments of the CE layers, e.g. {"group_size": 32}.
         **kwargs: of the network, as in timm: num_classes, in_chans, drop_rate, ...
     """
-    # what a file needs to say to have this network built again
-    chosen: dict[str, Any] = {
-        "block": block,
-        "norm": norm,
-        "act": act,
-        "stem": stem,
-        "ce_position": ce_position,
-    }
-    chosen |= {"start": start, "layer_args": layer_args, **kwargs}
     network = NETWORKS.get(name) if isinstance(name, str) else None
     if network is None:
         raise ValueError(
@@ -70,8 +61,10 @@ def create_model(
     _check("act", act, (None, *ACTIVATIONS))
     _check_position(ce_position, network, block)
     if block == "se" and network.squeeze is None:
-        kwargs["block_args"] = {**kwargs.get("block_args", {}), "attn_layer": "se"}
-    model: Any = network.build(**kwargs)
+        squeezed = {"block_args": {**kwargs.get("block_args", {}), "attn_layer": "se"}}
+        model = network.build(**{**kwargs, **squeezed})
+    else:
+        model = network.build(**kwargs)
     if block == "se" and network.squeeze is not None:
         network.squeeze(model)
     replace_norms_(model, norm)
@@ -83,9 +76,16 @@ def create_model(
         if stem and network.stem is not None:
             pooled = {} if block == "ir" else {"pool": STEM_POOL}
             insert_ce_(model, lambda _, site: site == network.stem, **{**pooled, **args})
-    model.model_args = {k: v for k, v in chosen.items() if v is not None or k == "block"}
-    built: nn.Module = model
-    return built
+    _remember(
+        model, block=block, norm=norm, act=act, stem=stem, ce_position=ce_position, start=start,
+        layer_args=layer_args, **kwargs,
+    )  # fmt: skip
+    return model
+
+
+def _remember(model: Any, *, block: str | None, **options: Any) -> None:
+    """Keep what a file must say to have the network built again."""
+    model.model_args = {"block": block, **{k: v for k, v in options.items() if v is not None}}
 
 
 def _check(argument: str, value: Any, choices: Any) -> None:

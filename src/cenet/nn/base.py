@@ -44,6 +44,24 @@ def check_momentum(momentum: float | None) -> None:
     )
 
 
+def check_images(x: Tensor, channels: int) -> None:
+    """Raise TypeError or ValueError unless x is (N, channels, H, W) in floating point."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"expected a tensor, got {type(x).__name__}")
+    if not x.is_floating_point():
+        raise TypeError(
+            f"expected a floating-point input, got {x.dtype}; convert it with x.float()"
+        )
+    check(
+        x.dim() == 4,
+        f"expected a 4-D input (N, C, H, W), got {x.dim()}-D of shape {tuple(x.shape)}",
+    )
+    check(
+        x.shape[1] == channels,
+        f"expected {channels} channels, got {x.shape[1]} in shape {tuple(x.shape)}",
+    )
+
+
 class EquilibriumLayer(nn.Module):
     """What the three layers share: measure x, turn the measurements into coefficients, mix.
 
@@ -119,20 +137,7 @@ class EquilibriumLayer(nn.Module):
 
     def check_input(self, x: Tensor) -> None:
         """Raise a clear error for an input of the wrong dtype or shape."""
-        if not isinstance(x, Tensor):
-            raise TypeError(f"expected a tensor, got {type(x).__name__}")
-        if not x.is_floating_point():
-            raise TypeError(
-                f"expected a floating-point input, got {x.dtype}; convert it with x.float()"
-            )
-        check(
-            x.dim() == 4,
-            f"expected a 4-D input (N, C, H, W), got {x.dim()}-D of shape {tuple(x.shape)}",
-        )
-        check(
-            x.shape[1] == self.num_features,
-            f"expected {self.num_features} channels, got {x.shape[1]} in shape {tuple(x.shape)}",
-        )
+        check_images(x, self.num_features)
 
     def freeze(self) -> None:
         """Fix parameters and statistics until `unfreeze`."""
