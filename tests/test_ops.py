@@ -18,6 +18,7 @@ from cenet import (
     NormCE2d,
     ops,
 )
+from cenet.kernels import layer
 from cenet.kernels.modes import BATCH
 
 gpu = pytest.mark.gpu
@@ -103,6 +104,30 @@ def test_compiled_blocks_are_one_graph_and_two_over_batch_sizes(name, device):
             assert_same(gradients(module, x, run=compiled), gradients(eager, x), 1e-6)
     assert counter.frame_count <= 2
     assert_same(dict(module.named_buffers()), dict(eager.named_buffers()), 1e-6)
+
+
+@each_device
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("name", ["relu", "leaky relu", "elu", "no activation"])
+def test_the_compiler_gets_the_activation_behind_a_residual(name, device, monkeypatch):
+    """To join it with what comes before in the backward pass: then the kernels see no y."""
+    outputs = []
+    backward = layer.backward
+
+    def recorded(grad, x, y, *args):
+        outputs.append(y)
+        return backward(grad, x, y, *args)
+
+    monkeypatch.setattr(layer, "backward", recorded)
+    eager = MODULES[name]().to(device)
+    module = copy.deepcopy(eager)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    x, residual = images(device=device), images(seed=1, device=device)
+    with kernels_on(device):
+        actual = gradients(module, x, residual, run=compiled)
+        assert outputs == [None]
+        assert_same(actual, gradients(eager, x, residual), 1e-6)
+    assert (outputs[1] is None) == (name == "no activation")
 
 
 @gpu

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 
 from cenet import functional as F
 from cenet.kernels.modes import ABSENT, BATCH, RUNNING, Mode
@@ -280,11 +281,23 @@ class _NormCE(torch.autograd.Function):
         if grad is None:
             return (None,) * TENSORS + constants
         y, x, weight, bias, *rest = ctx.saved_tensors
-        grads = norm_ce_backward(grad, y, x, weight, bias, *rest, *ctx.constants)
+        *settings, act, slope = ctx.constants
+        if y is not None and detect_fake_mode([grad]) is not None:
+            # left to the compiler, which joins it with the addition that made `grad`
+            grad, y, act = _through_activation(grad, y, act, slope), None, "none"
+        grads = norm_ce_backward(grad, y, x, weight, bias, *rest, *settings, act, slope)
         residual = (grads[1] if y is not None else grad) if ctx.has_residual else None
         affine = (_like(grads[2], weight), _like(grads[3], bias))
         gate = [None if p is None else g for p, g in zip(rest[:GATE], grads[4:], strict=True)]
         return (grads[0], residual, *affine, None, None, None, None, *gate, *constants)
+
+
+def _through_activation(grad: Tensor, y: Tensor, act: str, slope: float) -> Tensor:
+    """Gradient of the activation's argument, told by what it returned."""
+    if act == "relu":
+        return torch.where(y > 0, grad, 0)
+    slopes = slope if act == "leaky_relu" else y.float() + slope
+    return torch.where(y > 0, grad, (slopes * grad.float()).to(grad.dtype))
 
 
 def _like(grad: Tensor, parameter: Tensor | None) -> Tensor | None:
