@@ -76,7 +76,7 @@ def _between_kernel(
             block = program - first
             hidden_layer(
                 block // columns, block % columns, var_ptr, values_ptr, w1_ptr, s_ptr,
-                running_inv_std_ptr, inv_std_ptr, hidden_ptr, N, C, H, groups, eps, 1.0, GP,
+                running_inv_std_ptr, inv_std_ptr, hidden_ptr, N, C, H, groups, eps, GP,
                 GATE_BN, GATE_BW, GATE_BK,
             )  # fmt: skip
 

@@ -8,13 +8,13 @@ Programs take 16 samples at a time. α = 1 without a blend, λ = 0 without decor
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from cenet.functional import GATE_NORM_EPS
 from cenet.kernels.launch import launch
+from cenet.kernels.moments import Parts
 from cenet.kernels.tiles import at_least_0, ceil_div, dot, power_of_2
 
 # a program takes ROWS samples and WIDTH columns of the result, and adds up DEPTH terms at a time
@@ -22,6 +22,9 @@ ROWS = 16
 WIDTH = 32
 DEPTH = 64
 WARPS = 4
+# of a folded layer: there are few programs, so that each does much at once
+FOLDED_DEPTH = 256
+FOLDED_SPLITS = 8
 
 
 class GateWeights(NamedTuple):
@@ -86,18 +89,17 @@ def hidden_layer(
     row,
     column,
     var_ptr,  # (N, C)
-    values_ptr,  # (8, C), or None
+    values_ptr,  # (8, C)
     w1_ptr,  # (H, C)
     s_ptr,  # (G,) parts of Σ σ̃², or None
     running_inv_std_ptr,  # (), if there are no parts
-    inv_std_ptr,  # (), r, or None
+    inv_std_ptr,  # (), r
     hidden_ptr,  # (N, H)
     N,
     C,
     H,
     G,
     eps,
-    factor,
     GP: tl.constexpr,
     BN: tl.constexpr,
     BW: tl.constexpr,
@@ -115,35 +117,62 @@ def hidden_layer(
     total = tl.zeros((BN, BW), tl.float32)
     for start in range(0, C, BK):
         c = start + tl.arange(0, BK)
-        scale = tl.full((BK,), 1.0, tl.float32)
-        if values_ptr is not None:
-            scale = load_vector(values_ptr + 7 * C, c, C)
-        u = load_block(var_ptr, n, c, N, C) * (factor * scale * scale * r * r)[None, :]
+        scale = load_vector(values_ptr + 7 * C, c, C)
+        u = load_block(var_ptr, n, c, N, C) * (scale * scale * r * r)[None, :]
         total += dot(u, tl.trans(load_block(w1_ptr, h, c, H, C)))
     store_block(hidden_ptr, n, h, N, H, total)
-    if inv_std_ptr is not None:
-        if (row == 0) & (column == 0):
-            tl.store(inv_std_ptr, r)
+    if (row == 0) & (column == 0):
+        tl.store(inv_std_ptr, r)
 
 
-@triton.jit(do_not_specialize=["N"])
-def _hidden_kernel(
-    var_ptr,  # (N, C)
+@triton.jit
+def load_variance(
+    pivot_ptr, rest_ptr, square_ptr, n, c, N, C, L, split_pixels, SPLITS: tl.constexpr
+):
+    """Instance variances of a block of samples and channels, from the parts of the samples."""
+    origin = load_block(pivot_ptr, n * SPLITS, c, N * SPLITS, C)
+    mean = tl.zeros_like(origin)  # from origin
+    total = tl.zeros_like(origin)
+    seen = 0.0
+    for split in tl.static_range(SPLITS):
+        part = n * SPLITS + split
+        pixels = tl.minimum(split_pixels, L - split * split_pixels).to(tl.float32)
+        apart = load_block(pivot_ptr, part, c, N * SPLITS, C) - origin
+        apart += load_block(rest_ptr, part, c, N * SPLITS, C) - mean
+        share = pixels / (seen + pixels)
+        total += load_block(square_ptr, part, c, N * SPLITS, C) + seen * share * apart * apart
+        mean += share * apart
+        seen += pixels
+    return total / L
+
+
+@triton.jit(do_not_specialize=["N", "L", "split_pixels"])
+def _folded_hidden_kernel(
+    pivot_ptr,  # (N·splits, C)
+    rest_ptr,  # (N·splits, C)
+    square_ptr,  # (N·splits, C)
     w1_ptr,  # (H, C)
     inv_std_ptr,  # ()
     hidden_ptr,  # (N, H)
     N,
     C,
     H,
-    factor,
+    L,
+    split_pixels,
+    SPLITS: tl.constexpr,
     BN: tl.constexpr,
     BW: tl.constexpr,
     BK: tl.constexpr,
 ):
-    hidden_layer(
-        tl.program_id(0), tl.program_id(1), var_ptr, None, w1_ptr, None, inv_std_ptr, None,
-        hidden_ptr, N, C, H, 0, 0.0, factor, 16, BN, BW, BK,
-    )  # fmt: skip
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    h = tl.program_id(1) * BW + tl.arange(0, BW)
+    r = tl.load(inv_std_ptr).to(tl.float32)
+    total = tl.zeros((BN, BW), tl.float32)
+    for start in range(0, C, BK):
+        c = start + tl.arange(0, BK)
+        var = load_variance(pivot_ptr, rest_ptr, square_ptr, n, c, N, C, L, split_pixels, SPLITS)
+        total += dot(var * (r * r), tl.trans(load_block(w1_ptr, h, c, H, C)))
+    store_block(hidden_ptr, n, h, N, H, total)
 
 
 @triton.jit
@@ -227,32 +256,31 @@ def gate_forward(
 
 
 def folded_gate(
-    square: Tensor,
+    parts: Parts,
     pixels: int,
     weights: GateWeights,
     inv_std: Tensor,
     share: Tensor,
     offset: Tensor,
 ) -> Tensor:
-    """w_n = share · s^{-1/2} · gate + offset of a folded layer, (N, C).
-
-    `square` is the sum over so many pixels of squares around the instance mean.
-    """
-    n, channels = square.shape
-    units = weights.w1.shape[0]
-    hidden, w = square.new_empty(n, units), torch.empty_like(square)
+    """w_n = share · s^{-1/2} · gate + offset of a folded layer, (N, C), from what was measured."""
+    units, channels = weights.w1.shape
+    n = len(parts.square) // parts.splits
+    hidden, w = parts.square.new_empty(n, units), parts.square.new_empty(n, channels)
     launch(
-        _hidden_kernel, (ceil_div(n, ROWS), ceil_div(units, WIDTH)),
-        square, weights.w1, inv_std, hidden, n, channels, units, 1 / pixels, **tile(channels),
+        _folded_hidden_kernel, (ceil_div(n, ROWS), ceil_div(units, WIDTH)),
+        parts.pivot, parts.rest, parts.square, weights.w1, inv_std, hidden, n, channels, units,
+        pixels, parts.split_pixels, SPLITS=parts.splits, **tile(channels, FOLDED_DEPTH),
     )  # fmt: skip
     launch(
         _gate_kernel, (ceil_div(n, ROWS), ceil_div(channels, WIDTH)),
         hidden, weights.norm_weight, weights.norm_bias, weights.w2, inv_std, None, None, share,
-        offset, None, w, n, channels, units, GATE_NORM_EPS, **tile(units),
+        offset, None, w, n, channels, units, GATE_NORM_EPS, **tile(units, FOLDED_DEPTH),
     )  # fmt: skip
     return w
 
 
-def tile(depth: int) -> dict[str, int]:
+def tile(depth: int, most: int = DEPTH) -> dict[str, int]:
     """What a kernel that adds up so many terms is compiled for."""
-    return {"BN": ROWS, "BW": WIDTH, "BK": min(DEPTH, power_of_2(depth)), "num_warps": WARPS}
+    deep = min(most, power_of_2(depth))
+    return {"BN": ROWS, "BW": WIDTH, "BK": deep, "num_warps": max(WARPS, deep // 32)}

@@ -8,7 +8,13 @@ from torch import Tensor
 from cenet.kernels import mix, mix_backward
 from cenet.kernels.between import between
 from cenet.kernels.between_backward import between_backward
-from cenet.kernels.gate import GateState, GateWeights, folded_gate, gate_forward
+from cenet.kernels.gate import (
+    FOLDED_SPLITS,
+    GateState,
+    GateWeights,
+    folded_gate,
+    gate_forward,
+)
 from cenet.kernels.modes import ABSENT, BATCH, Mode
 from cenet.kernels.moments import measure
 from cenet.kernels.statistics import Statistics, statistics
@@ -161,9 +167,8 @@ def folded(
     """
     x = dense(x)
     group_size = 16 if matrix is None else matrix.shape[-1]
-    square = measure(x, group_size, gram=False, whole=True).square
-    assert square is not None
-    w = folded_gate(square, x.shape[2] * x.shape[3], gate, inv_std, share, offset)
+    parts = measure(x, group_size, gram=False, most_splits=FOLDED_SPLITS)
+    w = folded_gate(parts, x.shape[2] * x.shape[3], gate, inv_std, share, offset)
     name, slope = act
     mapping = mix.Map(values, matrix, w, group_size, name, slope)
     return mix.forward(x, mapping, None if residual is None else like(residual, x))

@@ -40,8 +40,8 @@ from cenet.kernels.tiles import (
 
 # if channels_last, and if not
 TILES = {
-    True: (Tile(512, 64, 64, 4, 4, 4096), Tile(1, 64, 32, 4, 3, 2048)),
-    False: (Tile(2048, 64, 64, 4, 4, 4096), Tile(1, 256, 16, 4, 3, 2048)),
+    True: (Tile(512, 64, 64, 4, 4, 4096, 4), Tile(1, 64, 32, 4, 3, 2048, 4)),
+    False: (Tile(2048, 64, 64, 4, 4, 4096, 4), Tile(1, 256, 16, 4, 3, 2048, 4)),
 }
 
 

@@ -40,13 +40,13 @@ from cenet.kernels.tiles import (
 # if channels_last, and if not
 REDUCE_TILES = {
     True: (
-        Tile(2048, 64, 32, 4, 3, 4096),
-        Tile(512, 64, 32, 4, 5, 2048),
-        Tile(1, 32, 32, 2, 4, 2048),
+        Tile(2048, 64, 32, 4, 3, 4096, 8),
+        Tile(512, 64, 32, 4, 5, 2048, 8),
+        Tile(1, 32, 32, 2, 4, 2048, 8),
     ),
-    False: (Tile(2048, 64, 16, 1, 3, 2048), Tile(1, 64, 16, 1, 2, 2048)),
+    False: (Tile(2048, 64, 16, 1, 3, 2048, 8), Tile(1, 64, 16, 1, 2, 2048, 8)),
 }
-TILES = {True: MAP_TILES[True], False: (Tile(1, 128, 16, 4, 3, 2048),)}
+TILES = {True: MAP_TILES[True], False: (Tile(1, 128, 16, 4, 3, 2048, 4),)}
 
 
 class Sums(NamedTuple):

@@ -14,6 +14,7 @@ from torch import Tensor
 from cenet.kernels.launch import empty, launch
 from cenet.kernels.pooling import measure_pooled_kernel, pooled_walk
 from cenet.kernels.tiles import (
+    MOST_SPLITS,
     Tile,
     alignment,
     at_least_0,
@@ -21,6 +22,7 @@ from cenet.kernels.tiles import (
     dot,
     is_channels_last,
     is_raw,
+    load_tile,
     locate,
     matrix_offsets,
     pivot_of,
@@ -31,16 +33,16 @@ from cenet.kernels.tiles import (
 )
 
 # if channels_last, and if not
-TILES = {True: (Tile(1, 32, 32, 2, 4, 2048),), False: (Tile(1, 64, 16, 1, 3, 2048),)}
+TILES = {True: (Tile(1, 32, 32, 2, 4, 2048, 8),), False: (Tile(1, 64, 16, 1, 3, 2048, 8),)}
 
 
 class Parts(NamedTuple):
     """What the programs found. A part is a sample, or a split of one."""
 
     # the mean is their sum: a value near it, and what is left. Sums of squares are around the mean
-    pivot: Tensor | None  # (N·splits, C)
-    rest: Tensor | None  # (N·splits, C)
-    square: Tensor | None  # (N·splits, C)
+    pivot: Tensor  # (N·splits, C)
+    rest: Tensor  # (N·splits, C)
+    square: Tensor  # (N·splits, C)
     # sum of products around the mean, of the pooled x if pooled
     gram: Tensor | None  # (rows, G, K, K)
     pooled_rest: Tensor | None  # (N·splits, C), of the pooled x
@@ -68,6 +70,7 @@ def _measure_kernel(
     GRAM: tl.constexpr,
     HALF: tl.constexpr,
     RAW: tl.constexpr,
+    FULL: tl.constexpr,
 ):
     row, n, channel, valid, begin, end = locate(
         C, L, splits, tiles, K, BL, BC, ALIGN, CHANNELS_LAST
@@ -80,8 +83,10 @@ def _measure_kernel(
     for start in range(begin, end, BL):
         offsets = tile_offsets(n, start, channel, C, L, ALIGN, BL, CHANNELS_LAST)
         inside = (start + tl.arange(0, BL) < end)[:, None] & valid[None, :]
-        x = tl.load(x_ptr + offsets, mask=inside, other=0.0)
-        centered = tl.where(inside, x.to(tl.float32) - pivot[None, :], 0.0)
+        x = load_tile(x_ptr, offsets, inside, FULL)
+        centered = x.to(tl.float32) - pivot[None, :]
+        if not FULL:
+            centered = tl.where(inside, centered, 0.0)
         if GRAM:
             # the difference of two float16 may not fit float16; its half does
             operand = round_to(centered * HALF, x.dtype if RAW else tl.float32)
@@ -108,7 +113,7 @@ def measure(
     gram: bool,
     pool: int = 1,
     weight: Tensor | None = None,
-    whole: bool = False,
+    most_splits: int = MOST_SPLITS,
 ) -> Parts:
     """Measure x, contiguous in one of the two layouts.
 
@@ -117,14 +122,16 @@ def measure(
         group_size: K, at most 64.
         gram: take the Gram matrices too.
         pool, weight: side of the max-pool window before them, and the values whose sign it follows.
-        whole: do not split samples.
+        most_splits: of a sample (not if pooled).
     """
     n, channels, height, width = x.shape
     pixels = height * width
     groups = ceil_div(channels, group_size)
     pooled = gram and pool > 1
-    cut = pooled_walk(x, group_size, pool) if pooled else walk_over(x, group_size, TILES)
-    cut = cut._replace(splits=1) if whole else cut
+    if pooled:
+        cut = pooled_walk(x, group_size, pool)
+    else:
+        cut = walk_over(x, group_size, TILES, most_splits)
     half = 0.5 if x.dtype == torch.float16 else 1.0
     pivot, rest, square = empty(x.device, 3, n * cut.splits, channels)
     grams = empty(x.device, cut.rows(n) if gram else 0, groups, group_size, group_size)
@@ -145,7 +152,8 @@ def measure(
     launch(
         _measure_kernel, grid,
         x, pivot, rest, square, grams, channels, pixels, groups, cut.splits, tiles,
-        ALIGN=alignment(x), GRAM=gram, **shared, **options,
+        ALIGN=alignment(x), GRAM=gram, **shared, FULL=cut.is_full(pixels, channels, group_size),
+        **options,
     )  # fmt: skip
     found = grams if gram else None
     return Parts(pivot, rest, square, found, None, cut.splits, tiles * cut.pixels)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cenet.kernels.operands import map_of_x, operand_of, shift_of, transform
 from cenet.kernels.tiles import (
+    MOST_SPLITS,
     Walk,
     at_least_0,
     block_channels,
@@ -37,7 +38,7 @@ def pooled_walk(x: Tensor, group_size: int, pool: int) -> Walk:
     channels = max(32, power_of_2(group_size))
     blocks = ceil_div(all_channels, channels // group_size * group_size)
     high = ceil_div(height, pool)
-    splits = max(1, min(2048 // blocks // n, high // LEAST_ROWS))
+    splits = max(1, min(2048 // blocks // n, high // LEAST_ROWS, MOST_SPLITS))
     splits = ceil_div(high, ceil_div(high, splits))  # no split is empty
     fits = 3 * pool**2 * 1024 * x.element_size() <= ROOM
     return Walk(1024 // channels, channels, splits, 4, 2 if fits else 1)
@@ -45,27 +46,24 @@ def pooled_walk(x: Tensor, group_size: int, pool: int) -> Walk:
 
 @triton.jit
 def window_offsets(
-    window, dy, dx, channel, valid, C, H, W, POOL: tl.constexpr, CHANNELS_LAST: tl.constexpr
-):
-    """Offsets (BL, BC) into a sample of one pixel of each window, and where there is one."""
+    start, k, channel, valid, C, H, W, BL: tl.constexpr, POOL: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr,
+):  # fmt: skip
+    """Offsets (BL, 1, BC) into a sample of pixel k of the windows from `start`, and where there is
+    one: windows at the border are cut."""
     wide = tl.cdiv(W, POOL)
-    y = window // wide * POOL + dy
-    x = window % wide * POOL + dx
-    pixel = (y * W + x).to(tl.int64)
+    window = start + tl.arange(0, BL)
+    top = start // wide
+    y = (window // wide - top) * POOL + k // POOL
+    x = window % wide * POOL + k % POOL
+    inside = (y < H - top * POOL) & (x < W)
+    pixel = y * W + x
+    first = tl.cast(top * POOL, tl.int64) * W
     if CHANNELS_LAST:
-        offsets = pixel[:, None] * C + channel[None, :]
+        offsets = first * C + (pixel[:, None] * C + channel[None, :])
     else:
-        offsets = channel[None, :].to(tl.int64) * (H * W) + pixel[:, None]
-    return offsets, ((y < H) & (x < W))[:, None] & valid[None, :]
-
-
-@triton.jit
-def load_pixel_of_window(
-    base, window, dy, dx, channel, valid, C, H, W, POOL: tl.constexpr, CHANNELS_LAST: tl.constexpr
-):
-    """One pixel of each pooling window, and where there is one: windows at the border are cut."""
-    offsets, mask = window_offsets(window, dy, dx, channel, valid, C, H, W, POOL, CHANNELS_LAST)
-    return tl.load(base + offsets, mask=mask, other=0.0), mask
+        offsets = first + pixel[:, None] + channel[None, :].to(tl.int64) * (H * W)
+    return offsets[:, None, :], (inside[:, None] & valid[None, :])[:, None, :]
 
 
 @triton.jit
@@ -108,32 +106,32 @@ def measure_pooled_kernel(
         sign = sign_of(tl.load(weight_ptr + channel, mask=valid, other=1.0).to(tl.float32))
     base = x_ptr + n * C * L
     pivot = pivot_of(base, top * POOL * W, pixels, channel, valid, C, L, CHANNELS_LAST)
-    sums = tl.zeros((BL, BC), tl.float32)
-    squares = tl.zeros((BL, BC), tl.float32)
+    sums = tl.zeros((BL, 1, BC), tl.float32)
+    squares = tl.zeros((BL, 1, BC), tl.float32)
     pooled_sums = tl.zeros((16, BC), tl.float32)
     products = tl.zeros((BC, BC), tl.float32)
     for start in range(top * wide, bottom * wide, BL):
-        window = start + tl.arange(0, BL)
-        among = (window < bottom * wide)[:, None]
-        pooled = tl.full((BL, BC), float("-inf"), tl.float32)
-        for dy in tl.static_range(POOL):
-            for dx in tl.static_range(POOL):
-                x, mask = load_pixel_of_window(
-                    base, window, dy, dx, channel, valid, C, H, W, POOL, CHANNELS_LAST
-                )
-                mask = mask & among
-                centered = tl.where(mask, x.to(tl.float32) - pivot[None, :], 0.0)
-                sums += centered
-                squares += centered * centered
-                signed = tl.where(mask, centered * sign[None, :], float("-inf"))
-                pooled = tl.maximum(pooled, signed, propagate_nan=tl.PropagateNan.ALL)
-        pooled = tl.where(among & valid[None, :], pooled * sign[None, :], 0.0)
+        among = (start + tl.arange(0, BL) < bottom * wide)[:, None, None]
+        pooled = tl.full((BL, 1, BC), float("-inf"), tl.float32)
+        for k in tl.static_range(POOL * POOL):
+            offsets, mask = window_offsets(
+                start, k, channel, valid, C, H, W, BL, POOL, CHANNELS_LAST
+            )
+            mask = mask & among
+            x = tl.load(base + offsets, mask=mask, other=0.0)
+            centered = tl.where(mask, x.to(tl.float32) - pivot[None, None, :], 0.0)
+            sums += centered
+            squares += centered * centered
+            signed = tl.where(mask, centered * sign[None, None, :], float("-inf"))
+            pooled = tl.maximum(pooled, signed, propagate_nan=tl.PropagateNan.ALL)
+        pooled = tl.where(among & valid[None, None, :], pooled * sign[None, None, :], 0.0)
+        pooled = tl.reshape(pooled, (BL, BC))
         operand = round_to(pooled * HALF, x_ptr.dtype.element_ty if RAW else tl.float32)
         pooled_sums += dot(tl.full((16, BL), 1.0, operand.dtype), operand)
         products += dot(tl.trans(operand), operand)
     part = tl.cast(row, tl.int64) * C + channel
-    sums = tl.sum(sums, 0)
-    squares = tl.sum(squares, 0)
+    sums = tl.sum(tl.reshape(sums, (BL, BC)), 0)
+    squares = tl.sum(tl.reshape(squares, (BL, BC)), 0)
     pooled_sums = first_row(pooled_sums) / HALF
     products = products / (HALF * HALF)
     tl.store(pivot_ptr + part, pivot, mask=valid)
@@ -180,23 +178,24 @@ def add_pooled_kernel(
     sign = sign_of(gamma)
     sample = n * C * H * W
     for start in range(program // blocks % rows * BL, windows, rows * BL):
-        window = start + tl.arange(0, BL)
-        largest = tl.full((BL, BC), float("-inf"), tl.float32)
-        which = tl.zeros((BL, BC), tl.int32)
-        for k in tl.static_range(POOL * POOL):
-            x, mask = load_pixel_of_window(
-                x_ptr + sample, window, k // POOL, k % POOL, channel, valid, C, H, W, POOL,
-                CHANNELS_LAST,
-            )  # fmt: skip
-            signed = tl.where(mask, x.to(tl.float32) * sign[None, :], float("-inf"))
-            which = tl.where(signed > largest, k, which)
-            largest = tl.maximum(largest, signed)
-        inside = (window < windows)[:, None] & valid[None, :]
-        largest = tl.where(inside, largest * sign[None, :], 0.0).to(x_ptr.dtype.element_ty)
-        added = transform(operand_of(largest, shift, DTYPE), matrix, unit, c, DTYPE)
+        # three dimensions, the second of 1, keep them out of the layout that products have
+        largest = tl.full((BL, 1, BC), float("-inf"), tl.float32)
+        which = tl.zeros((BL, 1, BC), tl.int32)
         for k in tl.static_range(POOL * POOL):
             offsets, mask = window_offsets(
-                window, k // POOL, k % POOL, channel, valid, C, H, W, POOL, CHANNELS_LAST
+                start, k, channel, valid, C, H, W, BL, POOL, CHANNELS_LAST
+            )
+            x = tl.load(x_ptr + sample + offsets, mask=mask, other=0.0).to(tl.float32)
+            signed = tl.where(mask, x * sign[None, None, :], float("-inf"))
+            which = tl.where(signed > largest, k, which)
+            largest = tl.maximum(largest, signed)
+        inside = (start + tl.arange(0, BL) < windows)[:, None] & valid[None, :]
+        largest = tl.where(inside, tl.reshape(largest, (BL, BC)) * sign[None, :], 0.0)
+        operand = operand_of(largest.to(x_ptr.dtype.element_ty), shift, DTYPE)
+        added = transform(operand, matrix, unit, c, DTYPE)[:, None, :]
+        for k in tl.static_range(POOL * POOL):
+            offsets, mask = window_offsets(
+                start, k, channel, valid, C, H, W, BL, POOL, CHANNELS_LAST
             )
             # all pixels: whole vectors of them are faster than some of their values
             dx = tl.load(dx_ptr + sample + offsets, mask=mask, other=0.0).to(tl.float32)

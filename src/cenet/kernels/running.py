@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cenet.kernels.launch import launch
+from cenet.kernels.tiles import power_of_2
 
 
 @triton.jit
@@ -116,9 +117,10 @@ def average_(
     """
     correction = count / max(count - 1, 1)
     entries = 0 if bd[0] is None else bd[0].numel()
+    block = min(16384, power_of_2(max(entries, values.shape[1])))
     launch(
         _average_kernel, (3,),
         norm[0], norm[1], values[0], values[5], norm[2], bd[0], batch_inv_sqrt, bd[1], ir[0],
-        batch_inv_std, ir[1], values.shape[1], entries, correction, *momenta, BLOCK=2048,
-        num_warps=8,
+        batch_inv_std, ir[1], values.shape[1], entries, correction, *momenta, BLOCK=block,
+        num_warps=max(4, block // 1024),
     )  # fmt: skip

@@ -80,6 +80,22 @@ def mean_apart(
     return total / (tl.cast(parts // splits, tl.float32) * L)
 
 
+@triton.jit
+def sample_moments(
+    apart, square, weight, mask, L, SAMPLES: tl.constexpr, SP: tl.constexpr, KP: tl.constexpr
+):
+    """Mean and variance of samples, (SAMPLES, KP), from those of their SP parts, (SAMPLES·SP, KP).
+
+    `square` is summed over the `weight` pixels of a part; `mask` says where there is one.
+    """
+    shape: tl.constexpr = (SAMPLES, SP, KP)
+    mean = tl.sum(tl.reshape(tl.where(mask, apart * weight, 0.0), shape), 1) / L
+    rest = tl.reshape(apart, shape) - mean[:, None, :]
+    rest = tl.reshape(rest, (SAMPLES * SP, KP))
+    square = tl.where(mask, square + weight * rest * rest, 0.0)
+    return mean, tl.sum(tl.reshape(square, shape), 1) / L
+
+
 @triton.jit(do_not_specialize=["N", "L", "splits", "split_pixels"])
 def _statistics_kernel(
     pivot_ptr,  # (N·splits, C), or None
@@ -99,6 +115,7 @@ def _statistics_kernel(
     splits,
     split_pixels,
     norm_eps,
+    SP: tl.constexpr,
     K: tl.constexpr,
     KP: tl.constexpr,
     BN: tl.constexpr,
@@ -137,38 +154,29 @@ def _statistics_kernel(
     instances = tl.zeros((KP,), tl.float32)
     between = tl.zeros((KP, KP), tl.float32)
     if pivot_ptr is not None:
-        for start in range(0, N, BN):
-            n = start + tl.arange(0, BN)
-            mask = (n < N)[:, None] & valid[None, :]
-            instance_mean = tl.zeros((BN, KP), tl.float32)
-            instance_square = tl.zeros((BN, KP), tl.float32)
-            for split in range(0, splits):
-                part = n * splits + split
-                weight = part_pixels(part, splits, split_pixels, L)[:, None]
-                apart, _ = load_apart(pivot_ptr, rest_ptr, part, origin, channel, valid, parts, C)
-                square, _ = load_rows(square_ptr, part, channel, valid, parts, C)
-                instance_mean += apart * (weight / L)
-                instance_square += square
-                apart = tl.where(mask, apart - middle[None, :], 0.0)
-                squares += tl.sum(square + weight * apart * apart, 0)
-                if between_ptr is not None:
-                    between += dot(tl.trans(apart * weight), apart)
+        SAMPLES: tl.constexpr = BN // SP
+        row = tl.arange(0, BN)
+        split = row % SP
+        for start in range(0, N, SAMPLES):
+            n = start + row // SP
+            inside = (n < N) & (split < splits)
+            part = tl.where(inside, n * splits + split, parts)
+            weight = part_pixels(part, splits, split_pixels, L)[:, None]
+            apart, mask = load_apart(pivot_ptr, rest_ptr, part, origin, channel, valid, parts, C)
+            square, _ = load_rows(square_ptr, part, channel, valid, parts, C)
             if IR > 0:
-                if splits > 1:
-                    for split in range(0, splits):
-                        part = n * splits + split
-                        weight = part_pixels(part, splits, split_pixels, L)[:, None]
-                        apart, _ = load_apart(
-                            pivot_ptr, rest_ptr, part, origin, channel, valid, parts, C
-                        )
-                        apart = tl.where(mask, apart - instance_mean, 0.0)
-                        instance_square += weight * apart * apart
-                offsets = n[:, None].to(tl.int64) * C + channel[None, :]
-                instance_mean += (origin - center)[None, :]
-                tl.store(instances_ptr + offsets, instance_mean, mask=mask)
+                sample = start + tl.arange(0, SAMPLES)
+                mean, spread = sample_moments(apart, square, weight, mask, L, SAMPLES, SP, KP)
+                in_batch = (sample < N)[:, None] & valid[None, :]
+                offsets = sample[:, None].to(tl.int64) * C + channel[None, :]
+                tl.store(instances_ptr + offsets, mean + (origin - center)[None, :], mask=in_batch)
                 offsets += tl.cast(N, tl.int64) * C
-                tl.store(instances_ptr + offsets, instance_square / L, mask=mask)
-                instances += tl.sum(instance_square / L, 0)
+                tl.store(instances_ptr + offsets, spread, mask=in_batch)
+                instances += tl.sum(spread, 0)
+            apart = tl.where(mask, apart - middle[None, :], 0.0)
+            squares += tl.sum(square + weight * apart * apart, 0)
+            if between_ptr is not None:
+                between += dot(tl.trans(apart * weight), apart)
     var = squares / pixels
     rstd = tl.where(valid, 1.0, 0.0)
     if NORM == IS_RUNNING:
@@ -225,15 +233,22 @@ def statistics(
         empty(device, groups if mode.bd == BATCH else 0, 3 * steps, *matrix[1:]),
     )
     s_parts = empty(device, groups)
-    found = parts or Parts(None, None, None, None, None, 1, height * width)
-    between = out.matrices[2] if mode.bd == BATCH and found.pooled_rest is None else None
+    measured: tuple[Tensor | None, ...] = (None, None, None)
+    splits, split_pixels, pooled = 1, height * width, False
+    if parts is not None:
+        measured = parts.pivot, parts.rest, parts.square
+        splits, split_pixels = parts.splits, parts.split_pixels
+        pooled = parts.pooled_rest is not None
+    between = out.matrices[2] if mode.bd == BATCH and not pooled else None
     constants = group_constants(group_size, mode)
     del constants["BR"]
+    padded_splits = 1 << (splits - 1).bit_length()
+    constants["BN"] = max(constants["BN"], padded_splits)
     launch(
         _statistics_kernel, (groups,),
-        found.pivot, found.rest, found.square, weight, bias, running_mean, running_var, out.values,
-        out.instances, s_parts, between, n, channels, height * width, found.splits,
-        found.split_pixels, norm_eps, **constants,
+        *measured, weight, bias, running_mean, running_var, out.values, out.instances, s_parts,
+        between, n, channels, height * width, splits, split_pixels, norm_eps, SP=padded_splits,
+        **constants,
     )  # fmt: skip
     return out, s_parts
 

@@ -16,8 +16,10 @@ from cenet.kernels.modes import ACTIVATIONS
 NONE = tl.constexpr(ACTIVATIONS["none"])
 RELU = tl.constexpr(ACTIVATIONS["relu"])
 LEAKY_RELU = tl.constexpr(ACTIVATIONS["leaky_relu"])
-# of a split: what it finds must be put together with the rest
-LEAST_TILES = 8
+# of a sample: a program puts together as many at most
+MOST_SPLITS = 128
+# with fewer, the device is not full
+FEW_PROGRAMS = 128
 
 
 class Tile(NamedTuple):
@@ -29,6 +31,7 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     programs: int  # about as many, if that takes splitting samples
+    tiles: int  # of a split, at least
 
 
 class Walk(NamedTuple):
@@ -60,10 +63,26 @@ class Walk(NamedTuple):
 
 @cache
 def walk(
-    n: int, channels: int, pixels: int, group_size: int, raw: bool, choices: tuple[Tile, ...]
+    n: int,
+    channels: int,
+    pixels: int,
+    group_size: int,
+    raw: bool,
+    choices: tuple[Tile, ...],
+    most_splits: int = MOST_SPLITS,
 ) -> Walk:
-    """Cut x up by the first of the choices that suits; the last must suit all."""
-    tile = next(tile for tile in choices if pixels >= tile.least)
+    """Cut x up by the first of the choices that suits and fills the device, or by the last."""
+    for tile in choices:
+        if pixels >= tile.least:
+            cut = _cut(n, channels, pixels, group_size, raw, tile, most_splits)
+            if cut.rows(n) * cut.blocks(channels, group_size) >= FEW_PROGRAMS:
+                break
+    return cut
+
+
+def _cut(
+    n: int, channels: int, pixels: int, group_size: int, raw: bool, tile: Tile, most_splits: int
+) -> Walk:
     # with more elements a warp, registers overflow
     widest, most_per_warp = (64, 2048) if raw else (32, 512)
     least_channels = min(tile.channels, widest)
@@ -71,17 +90,22 @@ def walk(
     tile_pixels = min(tile.pixels * least_channels // tile_channels, power_of_2(pixels))
     blocks = ceil_div(channels, tile_channels // group_size * group_size)
     tiles = ceil_div(pixels, tile_pixels)
-    splits = max(1, min(tile.programs // blocks // n, tiles // LEAST_TILES))
+    splits = max(1, min(tile.programs // blocks // n, tiles // tile.tiles, most_splits))
     splits = ceil_div(tiles, ceil_div(tiles, splits))  # no split is empty
     warps = max(tile.warps, tile_pixels * tile_channels // most_per_warp, tile_channels**2 // 1024)
     return Walk(tile_pixels, tile_channels, splits, warps, tile.stages)
 
 
-def walk_over(x: Tensor, group_size: int, tiles: Mapping[bool, tuple[Tile, ...]]) -> Walk:
+def walk_over(
+    x: Tensor,
+    group_size: int,
+    tiles: Mapping[bool, tuple[Tile, ...]],
+    most_splits: int = MOST_SPLITS,
+) -> Walk:
     """How to cut x up, by the tiles for its layout: channels_last or not."""
     n, channels, height, width = x.shape
     choices = tiles[is_channels_last(x)]
-    return walk(n, channels, height * width, group_size, is_raw(x), choices)
+    return walk(n, channels, height * width, group_size, is_raw(x), choices, most_splits)
 
 
 def is_raw(x: Tensor) -> bool:
