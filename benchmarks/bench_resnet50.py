@@ -8,6 +8,7 @@ gradients against plain PyTorch in float32, first loss of the timed step, folded
     PYTHONPATH=src python benchmarks/bench_resnet50.py --parts train-eager --out resnet50.csv
     PYTHONPATH=src python benchmarks/bench_resnet50.py --parts train-compiled    # compiles minutes
     PYTHONPATH=src python benchmarks/bench_resnet50.py --parts inference-tf32 inference-bf16
+    … --compile-mode reduce-overhead      # compiled parts in CUDA graphs: without the host
     python benchmarks/bench_resnet50.py --device cpu --batch 2 --size 64 --rounds 2  # smoke test
 
 A training step is forward, cross-entropy, backward, SGD with momentum, in bfloat16 autocast and
@@ -138,6 +139,10 @@ class Bench:
         torch.manual_seed(2)
         return torch.randint(CLASSES, (batch,), device=self.device)
 
+    def mode(self, kind: str, *, compiled: bool) -> str:
+        """What is measured, as in the rows."""
+        return " ".join(filter(None, (kind, self.options.compile_mode if compiled else None)))
+
     def placed(self, model: nn.Module) -> nn.Module:
         return model.to(self.device, memory_format=torch.channels_last)
 
@@ -221,7 +226,7 @@ class Trainer:
         )
         self.forward: Callable[[Tensor], Tensor] = self.model
         if compiled:
-            self.forward = static_compile(self.model)
+            self.forward = static_compile(self.model, options.compile_mode)
 
     def loss(self, forward: Callable[[Tensor], Tensor]) -> Tensor:
         with torch.autocast(self.bench.device.type, torch.bfloat16):
@@ -264,7 +269,8 @@ def train(bench: Bench, *, compiled: bool) -> None:
             peaks[name] = None if peak is None else peak + trainer.own_mb()
             runs[name] = trainer.step
     shape = shape_text((bench.options.batch, 3, bench.options.size, bench.options.size))
-    bench.measure(runs, peaks, mode="train", shape=shape, dtype="bfloat16")
+    mode = bench.mode("train", compiled=compiled)
+    bench.measure(runs, peaks, mode=mode, shape=shape, dtype="bfloat16")
 
 
 # inference
@@ -338,7 +344,7 @@ def infer(bench: Bench, dtype: str) -> None:
         for name in (f"{deployed}_compiled" for deployed in DEPLOYED.get(network, ())):
             with bench.failures.caught(f"{name} inference {dtype}", bench.device):
                 runs[name] = deployed_run(bench, name, x, dtype)
-    mode = " ".join(filter(None, ("inference", options.compile_mode)))
+    mode = bench.mode("inference", compiled=True)
     bench.measure(runs, {}, mode=mode, shape=shape_text(tuple(x.shape)), dtype=dtype)
 
 
@@ -364,7 +370,7 @@ def arguments() -> argparse.Namespace:
     add("--size", type=int, default=224)
     add("--rounds", type=int, default=20)
     add("--backend", choices=("triton", "auto"), default="triton", help="of `ce`, on a GPU")
-    add("--compile-mode", choices=("reduce-overhead",), help="of inference")
+    add("--compile-mode", choices=("reduce-overhead",), help="CUDA graphs")
     add("--fold-fused", action="store_true", help="fold the network that hands shortcuts over")
     add("--device", default="cuda")
     add("--out", type=Path, default=RESULTS / "resnet50.csv", help="rows are appended")

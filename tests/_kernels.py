@@ -19,8 +19,9 @@ from _checks import RTOL, assert_close
 from _reference import Block, Parameters, activate, decorrelate, normalize, reweight
 from cenet import ops
 from cenet.kernels import layer
-from cenet.kernels.gate import GateWeights
+from cenet.kernels.gate import FOLDED_SPLITS, GateWeights, folded_gate
 from cenet.kernels.modes import Mode
+from cenet.kernels.moments import measure
 from cenet.kernels.running import average_
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -325,3 +326,14 @@ def kernels_on(device: str) -> Iterator[None]:
             patch.setattr(ops, "_why_not", lambda *_: None)
             patch.setattr(ops, "_device_of", lambda *_: nullcontext())
         yield
+
+
+def folded_weights(
+    x: Tensor, gate: Sequence[Tensor], inv_std: Tensor, share: Tensor, offset: Tensor
+) -> tuple[Tensor, int]:
+    """w_n of a folded layer, and into how many parts a sample was split for it."""
+    with kernels_on(x.device.type):
+        parts = measure(x, 16, gram=False, most_splits=FOLDED_SPLITS)
+        pixels = x.shape[2] * x.shape[3]
+        w = folded_gate(parts, pixels, GateWeights(*gate), inv_std, share, offset)
+    return w, parts.splits

@@ -14,6 +14,7 @@ from _kernels import (
     Reference,
     check,
     each_device,
+    folded_weights,
     interpreted,
     measured,
     run_average_,
@@ -350,3 +351,27 @@ def test_running_averages(parts, momenta, dtype, device):
     for name, value in own.items():
         rtol = 1e-6 if dtype == torch.float32 else 2e-3
         assert_close(name, value, plain[name].double(), rtol)
+
+
+@each_device
+@pytest.mark.parametrize(
+    ("shape", "splits"), [((1, 48, 40, 50), 4), ((2, 200, 3, 5), 1), ((17, 16, 4, 4), 1)]
+)
+def test_the_gate_of_a_folded_layer(shape, splits, device):
+    """Against its formula in float64: samples in several splits, the last shorter; channels and
+    samples in several blocks."""
+    torch.manual_seed(0)
+    channels, units = shape[1], 12
+    x = torch.randn(shape) * torch.rand(*shape[:2], 1, 1) + 10 * torch.randn(*shape[:2], 1, 1)
+    x += torch.linspace(0, 3, shape[2])[:, None]  # splits differ in their means
+    w1, w2 = torch.randn(units, channels), torch.randn(channels, units)
+    gate = (w1, torch.rand(units), torch.randn(units), w2)
+    inv_std, share, offset = torch.tensor(0.7), torch.tensor(0.4), torch.tensor(0.1)
+    given = [t.to(device) for t in (x, *gate, inv_std, share, offset)]
+    w, found_splits = folded_weights(given[0], given[1:5], *given[5:])
+    assert found_splits == splits
+    u = x.double().var((2, 3), correction=0) * inv_std**2
+    _, weight, bias, _ = (t.double() for t in gate)
+    hidden = torch.nn.functional.layer_norm(u @ w1.double().T, (units,), weight, bias).relu()
+    expected = share * inv_std * (hidden @ w2.double().T).sigmoid() + offset
+    assert_close("w", w.cpu(), expected, 2e-6)

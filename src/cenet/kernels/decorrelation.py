@@ -30,13 +30,13 @@ def sum_of_grams(ptr, group, rows, C, G, K: tl.constexpr, KP: tl.constexpr, BR: 
     i, j = entry // KP, entry % KP
     size = tl.minimum(C - group * K, K)
     inside = (i < size) & (j < size)
-    total = tl.zeros((KP * KP,), tl.float32)
-    for start in range(0, rows, BR):
+    total = tl.zeros((BR, KP * KP), tl.float32)
+    for start in tl.range(0, rows, BR, num_stages=4):
         row = start + tl.arange(0, BR)
         offsets = (row[:, None].to(tl.int64) * G + group) * K * K + (i * K + j)[None, :]
         mask = (row < rows)[:, None] & inside[None, :]
-        total += tl.sum(tl.load(ptr + offsets, mask=mask, other=0.0), 0)
-    return tl.reshape(total, (KP, KP))
+        total += tl.load(ptr + offsets, mask=mask, other=0.0)
+    return tl.reshape(tl.sum(total, 0), (KP, KP))
 
 
 @triton.jit
@@ -165,9 +165,9 @@ def decorrelate_backward(
     beta = tl.load(values_ptr + 3 * C + channel, mask=valid, other=0.0)
     size = tl.cast(G, tl.int64) * K * K
     grad_c_rows = tl.zeros((BN, KP), tl.float32)
-    for start in range(0, N, BN):
-        n = start + tl.arange(0, BN)
-        grad_c_rows += sum_of_splits(grad_c_ptr, n, channel, valid, N, C, splits)
+    for start in tl.range(0, N * splits, BN, num_stages=4):
+        part = start + tl.arange(0, BN)
+        grad_c_rows += load_rows(grad_c_ptr, part, channel, valid, N * splits, C)[0]
     grad_c_sum = tl.sum(grad_c_rows, 0)
     i, j = place[:, None], place[None, :]
     inside = valid[:, None] & valid[None, :]

@@ -25,6 +25,7 @@ WARPS = 4
 # of a folded layer: there are few programs, so that each does much at once
 FOLDED_DEPTH = 256
 FOLDED_SPLITS = 8
+FOLDED_PARTS = 8
 
 
 class GateWeights(NamedTuple):
@@ -153,7 +154,7 @@ def _folded_hidden_kernel(
     square_ptr,  # (N·splits, C)
     w1_ptr,  # (H, C)
     inv_std_ptr,  # ()
-    hidden_ptr,  # (N, H)
+    hidden_ptr,  # (parts, N, H)
     N,
     C,
     H,
@@ -164,35 +165,45 @@ def _folded_hidden_kernel(
     BW: tl.constexpr,
     BK: tl.constexpr,
 ):
+    """z in parts, one for every BK channels."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     h = tl.program_id(1) * BW + tl.arange(0, BW)
+    c = tl.program_id(2) * BK + tl.arange(0, BK)
     r = tl.load(inv_std_ptr).to(tl.float32)
-    total = tl.zeros((BN, BW), tl.float32)
-    for start in range(0, C, BK):
-        c = start + tl.arange(0, BK)
-        var = load_variance(pivot_ptr, rest_ptr, square_ptr, n, c, N, C, L, split_pixels, SPLITS)
-        total += dot(var * (r * r), tl.trans(load_block(w1_ptr, h, c, H, C)))
-    store_block(hidden_ptr, n, h, N, H, total)
+    var = load_variance(pivot_ptr, rest_ptr, square_ptr, n, c, N, C, L, split_pixels, SPLITS)
+    part = dot(var * (r * r), tl.trans(load_block(w1_ptr, h, c, H, C)))
+    store_block(hidden_ptr + tl.cast(tl.program_id(2), tl.int64) * N * H, n, h, N, H, part)
 
 
 @triton.jit
-def row_moments(hidden_ptr, n, N, H, eps, BN: tl.constexpr, BK: tl.constexpr):
+def load_hidden(hidden_ptr, n, h, N, H, PARTS: tl.constexpr):
+    """A block of z, from its parts."""
+    z = load_block(hidden_ptr, n, h, N, H)
+    for part in tl.static_range(1, PARTS):
+        z += load_block(hidden_ptr + tl.cast(part, tl.int64) * N * H, n, h, N, H)
+    return z
+
+
+@triton.jit
+def row_moments(
+    hidden_ptr, n, N, H, eps, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr = 1
+):
     """Mean and inverse spread of the rows of z."""
     mean = tl.zeros((BN,), tl.float32)
     for start in range(0, H, BK):
-        mean += tl.sum(load_block(hidden_ptr, n, start + tl.arange(0, BK), N, H), 1)
+        mean += tl.sum(load_hidden(hidden_ptr, n, start + tl.arange(0, BK), N, H, PARTS), 1)
     mean = mean / H
     square = tl.zeros((BN,), tl.float32)
     for start in range(0, H, BK):
         h = start + tl.arange(0, BK)
-        z = load_block(hidden_ptr, n, h, N, H) - mean[:, None]
+        z = load_hidden(hidden_ptr, n, h, N, H, PARTS) - mean[:, None]
         square += tl.sum(tl.where((h < H)[None, :], z * z, 0.0), 1)
     return mean, 1 / tl.sqrt(square / H + eps)
 
 
 @triton.jit
 def _gate_kernel(
-    hidden_ptr,  # (N, H)
+    hidden_ptr,  # (PARTS, N, H)
     norm_weight_ptr,  # (H,)
     norm_bias_ptr,  # (H,)
     w2_ptr,  # (C, H)
@@ -207,17 +218,18 @@ def _gate_kernel(
     C,
     H,
     eps,
+    PARTS: tl.constexpr,
     BN: tl.constexpr,
     BW: tl.constexpr,
     BK: tl.constexpr,
 ):
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     c = tl.program_id(1) * BW + tl.arange(0, BW)
-    mean, spread = row_moments(hidden_ptr, n, N, H, eps, BN, BK)
+    mean, spread = row_moments(hidden_ptr, n, N, H, eps, BN, BK, PARTS)
     total = tl.zeros((BN, BW), tl.float32)
     for start in range(0, H, BK):
         h = start + tl.arange(0, BK)
-        z = (load_block(hidden_ptr, n, h, N, H) - mean[:, None]) * spread[:, None]
+        z = (load_hidden(hidden_ptr, n, h, N, H, PARTS) - mean[:, None]) * spread[:, None]
         norm = (
             z * load_vector(norm_weight_ptr, h, H)[None, :]
             + load_vector(norm_bias_ptr, h, H)[None, :]
@@ -250,7 +262,7 @@ def gate_forward(
     launch(
         _gate_kernel, (ceil_div(n, ROWS), ceil_div(channels, WIDTH)),
         hidden, weights.norm_weight, weights.norm_bias, weights.w2, inv_std, mix_logit, blend,
-        None, None, *gates, n, channels, units, GATE_NORM_EPS, **tile(units),
+        None, None, *gates, n, channels, units, GATE_NORM_EPS, PARTS=1, **tile(units),
     )  # fmt: skip
     return gates
 
@@ -266,16 +278,21 @@ def folded_gate(
     """w_n = share · s^{-1/2} · gate + offset of a folded layer, (N, C), from what was measured."""
     units, channels = weights.w1.shape
     n = len(parts.square) // parts.splits
-    hidden, w = parts.square.new_empty(n, units), parts.square.new_empty(n, channels)
+    least = DEPTH if parts.splits > 2 else 2 * DEPTH
+    cut = tile(channels, max(least, power_of_2(ceil_div(channels, FOLDED_PARTS))))
+    depths = ceil_div(channels, cut["BK"])
+    hidden = parts.square.new_empty(depths, n, units)
+    w = parts.square.new_empty(n, channels)
     launch(
-        _folded_hidden_kernel, (ceil_div(n, ROWS), ceil_div(units, WIDTH)),
+        _folded_hidden_kernel, (ceil_div(n, ROWS), ceil_div(units, WIDTH), depths),
         parts.pivot, parts.rest, parts.square, weights.w1, inv_std, hidden, n, channels, units,
-        pixels, parts.split_pixels, SPLITS=parts.splits, **tile(channels, FOLDED_DEPTH),
+        pixels, parts.split_pixels, SPLITS=parts.splits, **cut,
     )  # fmt: skip
     launch(
         _gate_kernel, (ceil_div(n, ROWS), ceil_div(channels, WIDTH)),
         hidden, weights.norm_weight, weights.norm_bias, weights.w2, inv_std, None, None, share,
-        offset, None, w, n, channels, units, GATE_NORM_EPS, **tile(units, FOLDED_DEPTH),
+        offset, None, w, n, channels, units, GATE_NORM_EPS, PARTS=depths, num_stages=1,
+        **tile(units, FOLDED_DEPTH),
     )  # fmt: skip
     return w
 
@@ -283,4 +300,4 @@ def folded_gate(
 def tile(depth: int, most: int = DEPTH) -> dict[str, int]:
     """What a kernel that adds up so many terms is compiled for."""
     deep = min(most, power_of_2(depth))
-    return {"BN": ROWS, "BW": WIDTH, "BK": deep, "num_warps": max(WARPS, deep // 32)}
+    return {"BN": ROWS, "BW": WIDTH, "BK": deep, "num_warps": 8 if deep > DEPTH else WARPS}

@@ -12,7 +12,7 @@ from cenet.kernels.mix import TILES as MAP_TILES
 from cenet.kernels.mix import Map, cuts, grid, pointers, sizes, tile_constants
 from cenet.kernels.modes import ACTIVATIONS
 from cenet.kernels.operands import add_transposed, map_of_x, operand_of, shift_of, transform
-from cenet.kernels.pooling import add_pooled_kernel, pooled_walk
+from cenet.kernels.pooling import ADD_TILE, add_pooled_kernel, pooled_walk
 from cenet.kernels.tiles import (
     NONE,
     RELU,
@@ -37,14 +37,26 @@ from cenet.kernels.tiles import (
     walk_over,
 )
 
-# if channels_last, and if not
-REDUCE_TILES = {
+# if channels_last, and if not; when the activation is recomputed, read off y, or absent
+_NCHW_REDUCE_TILES: tuple[Tile, ...] = (
+    Tile(2048, 64, 16, 1, 3, 2048, 8),
+    Tile(1, 64, 16, 1, 2, 2048, 8),
+)
+REDUCE_TILES: dict[bool, tuple[Tile, ...]] = {
     True: (
         Tile(2048, 64, 32, 4, 3, 4096, 8),
         Tile(512, 64, 32, 4, 5, 2048, 8),
         Tile(1, 32, 32, 2, 4, 2048, 8),
     ),
-    False: (Tile(2048, 64, 16, 1, 3, 2048, 8), Tile(1, 64, 16, 1, 2, 2048, 8)),
+    False: _NCHW_REDUCE_TILES,
+}
+REDUCE_Y_TILES: dict[bool, tuple[Tile, ...]] = {
+    True: (Tile(1, 32, 32, 2, 3, 2048, 8),),
+    False: _NCHW_REDUCE_TILES,
+}
+REDUCE_BARE_TILES: dict[bool, tuple[Tile, ...]] = {
+    True: (Tile(1, 32, 64, 4, 3, 2048, 8), Tile(1, 32, 32, 2, 4, 2048, 8)),
+    False: _NCHW_REDUCE_TILES,
 }
 TILES = {True: MAP_TILES[True], False: (Tile(1, 128, 16, 4, 3, 2048, 4),)}
 
@@ -231,7 +243,11 @@ def reduce(x: Tensor, grad: Tensor, mapping: Map, y: Tensor | None = None) -> Su
         y: the output, if there was a residual. Then the masked gradient is returned too.
     """
     n, channels, _, _ = x.shape
-    cut = walk_over(x, mapping.group_size, REDUCE_TILES)
+    if y is not None:
+        tiles = REDUCE_Y_TILES
+    else:
+        tiles = REDUCE_BARE_TILES if mapping.act == "none" else REDUCE_TILES
+    cut = walk_over(x, mapping.group_size, tiles)
     grad_P = None
     if mapping.P is not None:
         grad_P = empty(x.device, cut.rows(n), *mapping.P.shape)
@@ -282,7 +298,7 @@ def _add_pooled(
     x: Tensor, dx: Tensor, mapping: Map, through: StatisticsGradient, pool: int
 ) -> None:
     n, channels, height, width = x.shape
-    cut = pooled_walk(x, mapping.group_size, pool)
+    cut = pooled_walk(x, mapping.group_size, pool, ADD_TILE)
     tiles = ceil_div(ceil_div(height, pool) * ceil_div(width, pool), cut.pixels)
     rows = max(1, min(tiles, 4096 // n))
     fixed = tile_constants(x, mapping, cut)

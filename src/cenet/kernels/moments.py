@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cenet.kernels.launch import empty, launch
-from cenet.kernels.pooling import measure_pooled_kernel, pooled_walk
+from cenet.kernels.pooling import MEASURE_TILE, measure_pooled_kernel, pooled_walk
 from cenet.kernels.tiles import (
     MOST_SPLITS,
     Tile,
@@ -22,7 +22,6 @@ from cenet.kernels.tiles import (
     dot,
     is_channels_last,
     is_raw,
-    load_tile,
     locate,
     matrix_offsets,
     pivot_of,
@@ -33,7 +32,10 @@ from cenet.kernels.tiles import (
 )
 
 # if channels_last, and if not
-TILES = {True: (Tile(1, 32, 32, 2, 4, 2048, 8),), False: (Tile(1, 64, 16, 1, 3, 2048, 8),)}
+TILES = {
+    True: (Tile(512, 32, 32, 2, 4, 2048, 8), Tile(1, 16, 32, 1, 5, 2048, 16)),
+    False: (Tile(1, 64, 16, 1, 3, 2048, 8),),
+}
 
 
 class Parts(NamedTuple):
@@ -70,7 +72,7 @@ def _measure_kernel(
     GRAM: tl.constexpr,
     HALF: tl.constexpr,
     RAW: tl.constexpr,
-    FULL: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     row, n, channel, valid, begin, end = locate(
         C, L, splits, tiles, K, BL, BC, ALIGN, CHANNELS_LAST
@@ -80,13 +82,12 @@ def _measure_kernel(
     sums = tl.zeros((BL, BC), tl.float32)
     squares = tl.zeros((BL, BC), tl.float32)
     products = tl.zeros((BC, BC), tl.float32)
-    for start in range(begin, end, BL):
+    for start in tl.range(begin, end, BL, num_stages=STAGES):
         offsets = tile_offsets(n, start, channel, C, L, ALIGN, BL, CHANNELS_LAST)
         inside = (start + tl.arange(0, BL) < end)[:, None] & valid[None, :]
-        x = load_tile(x_ptr, offsets, inside, FULL)
-        centered = x.to(tl.float32) - pivot[None, :]
-        if not FULL:
-            centered = tl.where(inside, centered, 0.0)
+        # masked even if all are inside: faster than without
+        x = tl.load(x_ptr + offsets, mask=inside, other=0.0)
+        centered = tl.where(inside, x.to(tl.float32) - pivot[None, :], 0.0)
         if GRAM:
             # the difference of two float16 may not fit float16; its half does
             operand = round_to(centered * HALF, x.dtype if RAW else tl.float32)
@@ -129,7 +130,7 @@ def measure(
     groups = ceil_div(channels, group_size)
     pooled = gram and pool > 1
     if pooled:
-        cut = pooled_walk(x, group_size, pool)
+        cut = pooled_walk(x, group_size, pool, MEASURE_TILE)
     else:
         cut = walk_over(x, group_size, TILES, most_splits)
     half = 0.5 if x.dtype == torch.float16 else 1.0
@@ -152,8 +153,7 @@ def measure(
     launch(
         _measure_kernel, grid,
         x, pivot, rest, square, grams, channels, pixels, groups, cut.splits, tiles,
-        ALIGN=alignment(x), GRAM=gram, **shared, FULL=cut.is_full(pixels, channels, group_size),
-        **options,
+        ALIGN=alignment(x), GRAM=gram, STAGES=cut.stages, **shared, **options,
     )  # fmt: skip
     found = grams if gram else None
     return Parts(pivot, rest, square, found, None, cut.splits, tiles * cut.pixels)

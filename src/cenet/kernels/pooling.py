@@ -3,6 +3,8 @@
 Pooling commutes with the norm if it follows the sign of γ, so x itself is pooled, after its sign.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -32,16 +34,29 @@ ROOM = 2**16
 LEAST_ROWS = 4
 
 
-def pooled_walk(x: Tensor, group_size: int, pool: int) -> Walk:
+class WindowTile(NamedTuple):
+    """Windows of one launch that a program looks at together."""
+
+    windows: int
+    channels: int
+    warps: int
+    stages: int
+
+
+MEASURE_TILE = WindowTile(16, 32, 2, 3)
+ADD_TILE = WindowTile(16, 64, 4, 2)
+
+
+def pooled_walk(x: Tensor, group_size: int, pool: int, tile: WindowTile) -> Walk:
     """How to cut x up into tiles of windows, and samples into rows of windows."""
     n, all_channels, height, _ = x.shape
-    channels = max(32, power_of_2(group_size))
+    channels = max(tile.channels, power_of_2(group_size))
     blocks = ceil_div(all_channels, channels // group_size * group_size)
     high = ceil_div(height, pool)
     splits = max(1, min(2048 // blocks // n, high // LEAST_ROWS, MOST_SPLITS))
     splits = ceil_div(high, ceil_div(high, splits))  # no split is empty
-    fits = 3 * pool**2 * 1024 * x.element_size() <= ROOM
-    return Walk(1024 // channels, channels, splits, 4, 2 if fits else 1)
+    fits = 3 * pool**2 * tile.windows * channels * x.element_size() <= ROOM
+    return Walk(tile.windows, channels, splits, tile.warps, tile.stages if fits else 1)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from cenet.kernels.moments import Parts
 from cenet.kernels.tiles import ceil_div, dot, power_of_2
 
 ROWS = 128  # samples a program looks at together
-GRAMS = 64  # Gram matrices of 16 × 16 a program adds at a time
+GRAMS = 16  # Gram matrices of 16 × 16 a program adds at a time
 IS_BATCH = tl.constexpr(BATCH)
 IS_RUNNING = tl.constexpr(RUNNING)
 

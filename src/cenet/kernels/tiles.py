@@ -19,7 +19,7 @@ LEAKY_RELU = tl.constexpr(ACTIVATIONS["leaky_relu"])
 # of a sample: a program puts together as many at most
 MOST_SPLITS = 128
 # with fewer, the device is not full
-FEW_PROGRAMS = 128
+FEW_PROGRAMS = 256
 
 
 class Tile(NamedTuple):
