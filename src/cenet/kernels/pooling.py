@@ -56,7 +56,8 @@ def pooled_walk(x: Tensor, group_size: int, pool: int, tile: WindowTile) -> Walk
     splits = max(1, min(2048 // blocks // n, high // LEAST_ROWS, MOST_SPLITS))
     splits = ceil_div(high, ceil_div(high, splits))  # no split is empty
     fits = 3 * pool**2 * tile.windows * channels * x.element_size() <= ROOM
-    return Walk(tile.windows, channels, splits, tile.warps, tile.stages if fits else 1)
+    warps = tile.warps * channels // tile.channels
+    return Walk(tile.windows, channels, splits, warps, tile.stages if fits else 1)
 
 
 @triton.jit

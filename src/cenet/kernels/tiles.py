@@ -87,7 +87,8 @@ def _cut(
     widest, most_per_warp = (64, 2048) if raw else (32, 512)
     least_channels = min(tile.channels, widest)
     tile_channels = max(least_channels, power_of_2(group_size))
-    tile_pixels = min(tile.pixels * least_channels // tile_channels, power_of_2(pixels))
+    tile_pixels = max(16, tile.pixels * least_channels // tile_channels)  # a dot wants 16
+    tile_pixels = min(tile_pixels, power_of_2(pixels))
     blocks = ceil_div(channels, tile_channels // group_size * group_size)
     tiles = ceil_div(pixels, tile_pixels)
     splits = max(1, min(tile.programs // blocks // n, tiles // tile.tiles, most_splits))
