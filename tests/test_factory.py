@@ -16,7 +16,7 @@ from torch import nn
 from _checks import relative_error
 from cenet import BatchDecorrelation2d, InstanceReweighting2d, NormCE2d
 from cenet.baselines import IterNorm2d, SwitchableNorm2d, SwitchableWhitening2d
-from cenet.export import load_weights_
+from cenet.export import export_safetensors, load_network, load_weights_
 from cenet.models import NETWORKS, create_model
 from cenet.models.cost import PAPER_GFLOPS, cost, multiply_adds
 from cenet.models.released import released_ceresnet50
@@ -199,7 +199,13 @@ def test_options():
     ("arguments", "message"),
     [
         ({"name": "resnet34"}, "'resnet34' is not a network of the paper; use one of resnet18"),
-        ({"block": "cbam"}, "block='cbam' must be one of None, 'se', 'ce', 'bd', 'ir'"),
+        ({"block": "cbam"}, "block='cbam' must be one of 'plain', 'se', 'ce', 'bd', 'ir'"),
+        ({"block": None, "start": "foo"}, "start='foo' must be"),
+        ({"stem": "no"}, "stem='no' must be True or False"),
+        ({"layer_args": 3}, "layer_args=3 must be a dict"),
+        ({"num_classes": "5"}, "num_classes='5' must be an integer, at least 0"),
+        ({"in_chans": 0}, "in_chans=0 must be an integer, at least 1"),
+        ({"norm": []}, "norm=[] must be one of"),
         ({"norm": "batch"}, "norm='batch' must be one of 'bn', 'gn'"),
         ({"act": "gelu"}, "act='gelu' must be one of None, 'relu'"),
         ({"ce_position": 2}, "ce_position=2 is for CE in resnet50 and resnet101"),
@@ -319,6 +325,7 @@ def test_cli_exports_a_checkpoint(tmp_path):
         (("bench", "vgg16", "--size", "8", "--batch", "1"), "vgg16 does not take 1 images of this"),
         (("bench", "resnet34"), "resnet34 is not a network of the paper; use one of"),
         (("bench", "vgg16", "--batch", "0"), "batch, rounds and size must be at least 1"),
+        (("bench", "vgg16", "--size", "0"), "batch, rounds and size must be at least 1"),
     ],
 )
 def test_cli_names_what_is_wrong(arguments, message):
@@ -372,6 +379,43 @@ def test_export_into_a_file_as_folder_is_one_error(tmp_path):
     assert result.returncode != 0
     assert "nothing was written to" in result.stderr.replace("\n", " ")
     assert "Traceback" not in result.stderr
+
+
+def test_export_does_not_write_over_the_checkpoint(tmp_path):
+    path = tmp_path / "w.pth"
+    torch.save(timm.create_model("cevgg16").state_dict(), path)
+    before = path.read_bytes()
+    result = run_cli("export", "cevgg16", str(path), "--out", str(path), "--format", "folded")
+    assert result.returncode != 0
+    assert "is the checkpoint itself" in result.stderr.replace("\n", " ")
+    assert path.read_bytes() == before
+
+
+def test_weights_say_how_ce_started_and_folders_say_everything(tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 32, 32)
+    model = timm.create_model("cevgg16", start="identity", num_classes=4).eval()
+    torch.save(model.state_dict(), tmp_path / "w.pth")
+    assert torch.equal(load_network("cevgg16", tmp_path / "w.pth").eval()(x), model(x))
+    model = timm.create_model("cevgg16", act="elu", layer_args={"group_size": 8}).eval()
+    torch.save(model.state_dict(), tmp_path / "elu.pth")
+    with pytest.raises(ValueError, match=r"built with other arguments .* is read from a folder"):
+        load_network("cevgg16", tmp_path / "elu.pth")
+    export_safetensors(model, tmp_path / "folder")
+    assert torch.equal(load_network("cevgg16", tmp_path / "folder").eval()(x), model(x))
+    with pytest.raises(ValueError, match="holds cevgg16, not ceresnet18"):
+        load_network("ceresnet18", tmp_path / "folder")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [("conv1.weight", torch.nan, "conv1.weight is not finite"),
+     ("bn1.running_var", -1.0, "bn1.running_var is negative")],
+)  # fmt: skip
+def test_a_released_checkpoint_with_impossible_values_is_refused(key, value, message):
+    state = {key: torch.full((64,), value)}
+    with pytest.raises(ValueError, match=message):
+        released_ceresnet50(state)
 
 
 def test_cli_bench_prints_ratios():

@@ -12,9 +12,10 @@ from torchvision.models.feature_extraction import create_feature_extractor
 
 import cenet.models  # registers
 from _checks import relative_error
-from cenet import NormCE2d, ce_sites, fold_ce
+from cenet import NormCE2d, ce_sites, fold_ce, remove_ce_
 from cenet.export import export_folded, export_onnx, export_safetensors
 from cenet.models import create_model
+from cenet.nn import ce_layers
 
 RESNETS = ("ceresnet18", "ceresnet50", "ceresnet101")
 NAMES = (
@@ -177,14 +178,46 @@ def test_a_folder_remembers_how_the_network_was_built(tmp_path):
     assert torch.equal(again(x), model(x))
 
 
+@pytest.mark.parametrize("name", ["ceresnet18", "ceshufflenetv2_x0_5", "cevgg16"])
+@pytest.mark.parametrize("head", [(3,), (0,), (3, "max")])
+def test_a_folder_remembers_a_new_head(name, head, tmp_path):
+    model = network(name)
+    model.reset_classifier(*head)
+    export_safetensors(model, tmp_path)
+    again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    x = images(name)
+    assert torch.equal(again(x), model.eval()(x))
+
+
+def test_the_plain_network_by_name(tmp_path):
+    model = timm.create_model("cevgg16", block="plain").eval()
+    assert not dict(ce_layers(model))
+    export_safetensors(model, tmp_path)
+    again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    assert torch.equal(again(images("cevgg16")), model(images("cevgg16")))
+
+
+def test_a_network_that_timm_would_not_build_again_is_refused(tmp_path):
+    model = network("cevgg16")
+    remove_ce_(model)
+    with pytest.raises(ValueError, match=r"was changed afterwards.*keys differ, such as features"):
+        export_safetensors(model, tmp_path)
+    features = timm.create_model("ceresnet18", features_only=True)
+    with pytest.raises(ValueError, match=r"has no classifier|not built by timm"):
+        export_safetensors(features, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_only_registered_networks_go_into_folders(tmp_path):
     with pytest.raises(ValueError, match=r"not built by timm.create_model"):
         export_safetensors(create_model("vgg16"), tmp_path)
 
 
-def test_onnx_of_a_network_without_ce(tmp_path):
+@pytest.mark.parametrize(("block", "norm"), [("se", "bn"), ("ce", "gn")])
+def test_onnx_of_a_network_that_cannot_be_folded(block, norm, tmp_path):
     runtime = pytest.importorskip("onnxruntime")
-    model, x = create_model("vgg16", "se", act="leaky_relu").eval(), images("cevgg16", 2)
+    model, x = create_model("vgg16", block, act="leaky_relu", norm=norm), images("cevgg16", 2)
+    model.eval()
     export_onnx(model, tmp_path / "se.onnx", x)
     session = runtime.InferenceSession(tmp_path / "se.onnx")
     logits = torch.from_numpy(session.run(None, {"images": x.numpy()})[0])

@@ -95,7 +95,7 @@ def bench(
     name = model.removeprefix("ce")
     if name not in NETWORKS:
         raise SystemExit(f"{model} is not a network of the paper; use one of {', '.join(NETWORKS)}")
-    if min(batch, rounds, size or 1) < 1:
+    if min(batch, rounds, 1 if size is None else size) < 1:
         raise SystemExit("batch, rounds and size must be at least 1")
     if device == "cuda" and not _has_cuda():
         raise SystemExit("--device cuda: this machine has no CUDA device; use --device cpu")
@@ -129,28 +129,26 @@ def export(
 
     Args:
         model: a CE network such as ceresnet50.
-        checkpoint: its weights, .pth or .safetensors.
+        checkpoint: its weights: .pth or .safetensors of a network with default arguments (or
+            start="identity"), or a folder of export_safetensors, which knows the arguments.
         out: file to write; for safetensors a folder, which timm reads as local-dir:OUT.
         format: onnx, safetensors, or folded: a program for torch.export.load.
     """
     import timm
     import torch
 
-    from cenet.checkpoints import read_state
-    from cenet.export import export_folded, export_onnx, export_safetensors, load_weights_
+    from cenet.export import export_folded, export_onnx, export_safetensors, load_network
     from cenet.models import NETWORKS
 
     names = [f"ce{name}" for name in NETWORKS]
     if model not in names:
         raise SystemExit(f"{model} is not a CE network; use one of {', '.join(names)}")
     config: Any = timm.get_pretrained_cfg(model)
+    if out.exists() and checkpoint.exists() and out.samefile(checkpoint):
+        raise SystemExit(f"--out {out} is the checkpoint itself; write to another place")
     try:
-        # as many classes as the checkpoint has
-        classifier = read_state(checkpoint).get(f"{config.classifier}.weight")
-        classes = None if classifier is None or classifier.dim() != 2 else len(classifier)
-        network = timm.create_model(model, num_classes=classes).eval()
-        images = torch.zeros(1, *config.input_size)
-        load_weights_(network, checkpoint)
+        network = load_network(model, checkpoint).eval()
+        images = torch.zeros(1, network.model_args.get("in_chans", 3), *config.input_size[1:])
         out.parent.mkdir(parents=True, exist_ok=True)
         if format == "onnx":
             export_onnx(network, out, images)

@@ -1,14 +1,17 @@
 """Trained networks for other runtimes: ONNX, torch.export, safetensors with timm's config."""
 
+import json
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cenet.checkpoints import read_state
 from cenet.folding import fold_ce
-from cenet.nn import ce_layers
+from cenet.nn import NormCE2d, ce_layers
+from cenet.nn.norms import is_batch_norm
 
 
 def load_weights_(model: nn.Module, checkpoint: str | Path) -> None:
@@ -27,8 +30,52 @@ def load_weights_(model: nn.Module, checkpoint: str | Path) -> None:
         raise ValueError(f"{checkpoint} does not fit {type(model).__name__}: {error}") from error
 
 
+def load_network(name: str, checkpoint: Path) -> Any:
+    """A CE network with its trained weights.
+
+    Args:
+        name: of the network in timm's registry.
+        checkpoint: a folder of `export_safetensors`, or the weights of a network with default
+            arguments; classes and start are read off them.
+
+    Raises:
+        ValueError: nothing can be read there, or it is of another network.
+    """
+    import timm
+
+    if checkpoint.is_dir():
+        return _load_folder(name, checkpoint)
+    state = read_state(checkpoint)
+    config: Any = timm.get_pretrained_cfg(name)
+    classifier = state.get(f"{config.classifier}.weight")
+    classes = None if classifier is None or classifier.dim() != 2 else len(classifier)
+    start = "identity" if any(key.endswith(".ce.blend") for key in state) else "paper"
+    network = timm.create_model(name, num_classes=classes, start=start)
+    try:
+        load_weights_(network, checkpoint)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}\nA network built with other arguments (block, norm, in_chans, ...) is read "
+            "from a folder: cenet.export.export_safetensors(model, FOLDER)"
+        ) from error
+    return network
+
+
+def _load_folder(name: str, folder: Path) -> Any:
+    import timm
+
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        found = config["architecture"]
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder} is not a folder of export_safetensors: {error}") from error
+    if found != name:
+        raise ValueError(f"{folder} holds {found}, not {name}")
+    return timm.create_model(f"local-dir:{folder}", pretrained=True)
+
+
 def export_onnx(model: nn.Module, path: str | Path, example: Tensor) -> None:
-    """Write an ONNX file of the folded network, with a free batch dimension."""
+    """Write an ONNX file of the network, folded if its norms are batch norms; batch free."""
     torch.onnx.export(
         _deployed(model),
         (_two(example),),
@@ -43,7 +90,7 @@ def export_onnx(model: nn.Module, path: str | Path, example: Tensor) -> None:
 
 
 def export_folded(model: nn.Module, path: str | Path, example: Tensor) -> None:
-    """Write a program of the folded network that `torch.export.load` reads, batch free."""
+    """Write a program that `torch.export.load` reads, folded like `export_onnx`; batch free."""
     batch = {"x": {0: torch.export.Dim("batch")}}
     program = torch.export.export(_deployed(model), (_two(example),), dynamic_shapes=batch)
     torch.export.save(program, str(path))
@@ -53,7 +100,7 @@ def export_safetensors(model: nn.Module, path: str | Path) -> None:
     """Write a folder that `timm.create_model("local-dir:PATH", pretrained=True)` reads.
 
     Raises:
-        ValueError: the network does not come from timm's registry.
+        ValueError: timm could not build this network again.
     """
     from timm.models import save_for_hf
 
@@ -63,14 +110,56 @@ def export_safetensors(model: nn.Module, path: str | Path) -> None:
             'again; use timm.create_model("ceresnet50", block=..., norm=...) after import '
             "cenet.models"
         )
-    args = getattr(model, "model_args", None)
+    args = _arguments(model)
+    _check_rebuilt(model, args)
     save_for_hf(model, str(path), model_args=args, safe_serialization=True)
 
 
+def _arguments(model: Any) -> dict[str, Any]:
+    """What the network is built with, as it is now; ValueError if a file cannot say it."""
+    if not hasattr(model, "num_classes"):
+        raise ValueError(
+            f"{type(model).__name__} has no classifier (features_only?); save the network that "
+            "its features are of"
+        )
+    args = {**getattr(model, "model_args", {}), "num_classes": model.num_classes}
+    pooling = getattr(getattr(model, "global_pool", None), "pool_type", None)
+    if pooling is not None and args.get("global_pool", "avg") != pooling:
+        args["global_pool"] = pooling
+    try:
+        json.dumps(args)
+    except TypeError as error:
+        raise ValueError(f"a file cannot hold the arguments of this network: {error}") from error
+    return args
+
+
+def _check_rebuilt(model: Any, args: dict[str, Any]) -> None:
+    """Raise ValueError unless timm, given these arguments, builds a network of these weights."""
+    import timm
+
+    name = model.pretrained_cfg["architecture"]
+    with torch.device("meta"):
+        again = timm.create_model(name, **args)
+    shapes = [{k: tuple(v.shape) for k, v in m.state_dict().items()} for m in (model, again)]
+    differ = sorted(
+        key for key in {*shapes[0], *shapes[1]} if shapes[0].get(key) != shapes[1].get(key)
+    )
+    if differ:
+        raise ValueError(
+            f"timm.create_model({name!r}) builds another network than this one, which was changed "
+            f"afterwards (CE inserted, removed or folded?): {len(differ)} keys differ, such as "
+            f"{differ[0]}; save its state dict instead"
+        )
+
+
 def _deployed(model: nn.Module) -> nn.Module:
-    """A copy in its fastest form: folded, if there is CE to fold."""
+    """A copy in its fastest form: folded, if all CE in it follows batch norms."""
     model = deepcopy(model).eval()
-    return (fold_ce(model) if dict(ce_layers(model)) else model).requires_grad_(False)
+    layers = dict(ce_layers(model))
+    wrappers = [module for module in model.modules() if isinstance(module, NormCE2d)]
+    foldable = bool(layers) and len(wrappers) == len(layers)
+    foldable = foldable and all(is_batch_norm(wrapper.norm) for wrapper in wrappers)
+    return (fold_ce(model) if foldable else model).requires_grad_(False)
 
 
 def _two(example: Tensor) -> Tensor:

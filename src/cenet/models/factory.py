@@ -6,13 +6,15 @@ from typing import Any, Literal
 from torch import nn
 
 from cenet.models.conversion import ACTIVATIONS, NORMS, replace_activations_, replace_norms_
-from cenet.models.placement import NETWORKS, STEM_POOL, Network
+from cenet.models.placement import NETWORKS, SMALL_NETWORKS, STEM_POOL, Network
 from cenet.nn import (
     BatchDecorrelation2d,
     ChannelEquilibrium2d,
     EquilibriumLayer,
     InstanceReweighting2d,
 )
+from cenet.nn.base import is_integer
+from cenet.nn.norm_ce import check_start
 from cenet.surgery import insert_ce_
 
 LAYERS: dict[str, type[EquilibriumLayer]] = {
@@ -20,12 +22,12 @@ LAYERS: dict[str, type[EquilibriumLayer]] = {
     "bd": BatchDecorrelation2d,
     "ir": InstanceReweighting2d,
 }
-BLOCKS = (None, "se", *LAYERS)
+BLOCKS = ("plain", "se", *LAYERS)
 
 
 def create_model(
     name: str,
-    block: Literal["ce", "bd", "ir", "se"] | None = "ce",
+    block: Literal["ce", "bd", "ir", "se", "plain"] | None = "ce",
     *,
     norm: str = "bn",
     act: str | None = None,
@@ -39,8 +41,9 @@ def create_model(
 
     Args:
         name: resnet18, resnet50, resnet101, mobilenetv2_100, shufflenetv2_x0_5, shufflenetv2_x1_0
-            or vgg16 (for 32×32 images).
-        block: "ce", one of its branches alone ("bd", "ir"), "se", or None for the plain network.
+            or vgg16 (for 32×32 images); or vgg6, a small VGG for 8×8 images and more.
+        block: "ce", one of its branches alone ("bd", "ir"), "se", or "plain" (or None) for
+            the network without any.
         norm: bn, gn, in, ln, sn (switchable norm), iternorm or sw (switchable whitening),
             everywhere.
         act: relu, elu or leaky_relu, everywhere; by default the network's own.
@@ -51,13 +54,16 @@ def create_model(
         layer_args: arguments of the CE layers, e.g. {"group_size": 32}.
         **kwargs: of the network, as in timm: num_classes, in_chans, drop_rate, ...
     """
-    network = NETWORKS.get(name) if isinstance(name, str) else None
+    network = {**NETWORKS, **SMALL_NETWORKS}.get(name) if isinstance(name, str) else None
     if network is None:
         raise ValueError(
             f"{name!r} is not a network of the paper; use one of {', '.join(NETWORKS)}"
         )
+    block = "plain" if block is None else block
     _check("block", block, BLOCKS)
     _check("norm", norm, NORMS)
+    check_start(start)
+    _check_arguments(stem, layer_args, kwargs)
     _check("act", act, (None, *ACTIVATIONS))
     _check_position(ce_position, network, block)
     if block == "se" and network.squeeze is None:
@@ -83,13 +89,24 @@ def create_model(
     return model
 
 
-def _remember(model: Any, *, block: str | None, **options: Any) -> None:
+def _remember(model: Any, **options: Any) -> None:
     """Keep what a file must say to have the network built again."""
-    model.model_args = {"block": block, **{k: v for k, v in options.items() if v is not None}}
+    model.model_args = {name: value for name, value in options.items() if value is not None}
+
+
+def _check_arguments(stem: Any, layer_args: Any, kwargs: dict[str, Any]) -> None:
+    if not isinstance(stem, bool):
+        raise ValueError(f"stem={stem!r} must be True or False")
+    if layer_args is not None and not isinstance(layer_args, Mapping):
+        raise ValueError(f'layer_args={layer_args!r} must be a dict such as {{"group_size": 32}}')
+    for name, least in (("num_classes", 0), ("in_chans", 1)):
+        value = kwargs.get(name, least)
+        if not is_integer(value) or value < least:
+            raise ValueError(f"{name}={value!r} must be an integer, at least {least}")
 
 
 def _check(argument: str, value: Any, choices: Any) -> None:
-    if value not in choices:
+    if not isinstance(value, str | int | None) or value not in list(choices):
         names = ", ".join(repr(choice) for choice in choices)
         raise ValueError(f"{argument}={value!r} must be one of {names}")
 

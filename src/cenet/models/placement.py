@@ -12,7 +12,7 @@ from torch import nn
 
 from cenet.models.blocks import EquilibriumBasicBlock, EquilibriumBottleneck
 from cenet.models.shufflenetv2 import ShuffleNetV2
-from cenet.models.vgg import VGG16
+from cenet.models.vgg import VGG6, VGG16
 
 STEM_POOL = 2  # side of the max-pool window before the covariance of the stem (Appendix E)
 
@@ -92,3 +92,5 @@ NETWORKS = {
     },
     "vgg16": Network(VGG16, r"features\.\d+", squeeze=_squeeze_vgg, input_size=32),
 }
+# not of the paper: for small experiments
+SMALL_NETWORKS = {"vgg6": Network(VGG6, r"features\.\d+", squeeze=_squeeze_vgg, input_size=8)}

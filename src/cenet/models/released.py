@@ -91,4 +91,10 @@ def _problems(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[st
         for key, value in own.items()
         if key in given and given[key].shape != value.shape
     ]
+    problems += [f"{key} is not finite" for key in given if not bool(given[key].isfinite().all())]
+    problems += [
+        f"{key} is negative"
+        for key in given
+        if key.endswith("running_var") and bool((given[key] < 0).any())
+    ]
     return problems
