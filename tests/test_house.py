@@ -52,7 +52,13 @@ LEVELS = [
         *("models.entrypoints", "models", "models.cost", "models.timing"),
     ),
     ("analysis.channels", "analysis", "demo"),
-    ("cli",),
+    (
+        *("train.recipes", "train.data", "train.loaders", "train.saving", "train.snapshot"),
+        *("train.processes", "train.setup", "train.interrupts", "train.diagnosis"),
+        *("train.evaluation", "train.logbook", "train.engine", "train.run", "train.command"),
+        "train",
+    ),
+    ("cli", "__main__"),
 ]
 ORDER = {name: index for index, name in enumerate(name for level in LEVELS for name in level)}
 PUBLIC = {

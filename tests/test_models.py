@@ -208,9 +208,17 @@ def test_a_network_that_timm_would_not_build_again_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_only_registered_networks_go_into_folders(tmp_path):
-    with pytest.raises(ValueError, match=r"not built by timm.create_model"):
-        export_safetensors(create_model("vgg16"), tmp_path)
+def test_networks_of_the_factory_go_into_folders_others_do_not(tmp_path):
+    for name, size in (("vgg16", 32), ("mobilenetv2_100", 64)):
+        model = create_model(name, "bd", act="elu", num_classes=3).eval()
+        export_safetensors(model, tmp_path / name)
+        again = timm.create_model(f"local-dir:{tmp_path / name}", pretrained=True).eval()
+        x = torch.randn(2, 3, size, size)
+        assert torch.equal(again(x), model(x))
+        readable = (tmp_path / name / "model.safetensors").stat().st_mode & 0o077
+        assert readable == (tmp_path / name / "config.json").stat().st_mode & 0o077
+    with pytest.raises(ValueError, match=r"was not built by cenet.models.create_model"):
+        export_safetensors(timm.create_model("resnet18"), tmp_path)
 
 
 @pytest.mark.parametrize(("block", "norm"), [("se", "bn"), ("ce", "gn")])

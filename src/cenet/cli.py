@@ -173,15 +173,84 @@ def demo(epochs: int = 40, seeds: int = 3) -> None:
     run_demo(epochs, seeds)
 
 
+def recipes() -> None:
+    """List the recipes of `cenet train`: the paper's Appendix E, and digits for a CPU."""
+    from cenet.train.recipes import RECIPES
+
+    table = Table(
+        title="NETWORK_ROW is a recipe; batch is per process, lr for a batch of that many images",
+        box=SIMPLE_HEAD,
+        collapse_padding=True,
+        pad_edge=False,
+    )
+    columns = ("network", "data", "epochs", "batch", "lr", "schedule", "decay")
+    for column in columns:
+        table.add_column(column, no_wrap=True)
+    rows: dict[str, None] = {}
+    for name, recipe in RECIPES.items():
+        network = "digits" if recipe.dataset == "digits" else recipe.network
+        rows[name.removeprefix(f"{network}_")] = None
+        if name == f"{network}_ce":
+            table.add_row(
+                network, recipe.dataset, str(recipe.epochs), str(recipe.batch_size),
+                f"{recipe.lr} for {recipe.lr_batch}", recipe.schedule, f"{recipe.weight_decay:g}",
+            )  # fmt: skip
+    console = Console()
+    console.print(table)
+    console.print(f"rows: {', '.join(rows)}")
+    console.print("cenet train digits_ce --help shows all fields; each can be changed.")
+
+
+def evaluate(
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
+    data: Path | None = None,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+) -> None:
+    """Print test loss, top-1 and top-5 accuracy of a run of `cenet train`.
+
+    Args:
+        run: its folder.
+        data: folder of the images, as for `cenet train`.
+        device: where to run.
+    """
+    from cenet.train.run import evaluate_run
+
+    try:
+        found = evaluate_run(run, data, device)
+    except (ValueError, OSError) as error:
+        raise SystemExit(str(error)) from error
+    for name, value in found.items():
+        print(f"{name} {value:.4f}")
+
+
+def train(arguments: list[str]) -> None:
+    """Train by a recipe: `cenet train RECIPE [--field value ...]`."""
+    from cenet.train.command import parse, run
+
+    run(parse(arguments))
+
+
 def main() -> None:
     """Entry point of the `cenet` command."""
     if sys.argv[1:] == ["--version"]:
         print(f"cenet {__version__}")
         return
+    if sys.argv[1:2] == ["train"]:
+        train(sys.argv[2:])
+        return
     tyro.extras.subcommand_cli_from_dict(
-        {"bench": bench, "demo": demo, "export": export, "models": models, "sites": sites},
+        {
+            "bench": bench,
+            "demo": demo,
+            "eval": evaluate,
+            "export": export,
+            "models": models,
+            "recipes": recipes,
+            "sites": sites,
+        },
         prog="cenet",
-        description="Channel equilibrium for convolutional networks. --version prints the version.",
+        description="Channel equilibrium for convolutional networks. `cenet train RECIPE` trains "
+        "one, `cenet train --help` says how. --version prints the version.",
     )
 
 

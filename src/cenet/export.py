@@ -102,17 +102,24 @@ def export_safetensors(model: nn.Module, path: str | Path) -> None:
     Raises:
         ValueError: timm could not build this network again.
     """
+    import timm
     from timm.models import save_for_hf
 
-    if not hasattr(model, "pretrained_cfg"):
+    name = f"ce{getattr(model, 'network_name', None)}"
+    if not timm.is_model(name):
         raise ValueError(
-            f"{type(model).__name__} was not built by timm.create_model, which is to read it "
-            'again; use timm.create_model("ceresnet50", block=..., norm=...) after import '
-            "cenet.models"
+            f"{type(model).__name__} was not built by cenet.models.create_model or by "
+            'timm.create_model("ceresnet50", ...), which is to read it again'
         )
     args = _arguments(model)
-    _check_rebuilt(model, args)
+    _check_rebuilt(model, name, args)
+    network: Any = model
+    config: Any = timm.get_pretrained_cfg(name)
+    network.pretrained_cfg = config.to_dict()
     save_for_hf(model, str(path), model_args=args, safe_serialization=True)
+    # the writer of the weights lets nobody else read them
+    folder = Path(path)
+    (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)
 
 
 def _arguments(model: Any) -> dict[str, Any]:
@@ -133,11 +140,10 @@ def _arguments(model: Any) -> dict[str, Any]:
     return args
 
 
-def _check_rebuilt(model: Any, args: dict[str, Any]) -> None:
+def _check_rebuilt(model: Any, name: str, args: dict[str, Any]) -> None:
     """Raise ValueError unless timm, given these arguments, builds a network of these weights."""
     import timm
 
-    name = model.pretrained_cfg["architecture"]
     with torch.device("meta"):
         again = timm.create_model(name, **args)
     shapes = [{k: tuple(v.shape) for k, v in m.state_dict().items()} for m in (model, again)]

@@ -180,9 +180,7 @@ def _convolution_before(
     if isinstance(module, NormCE2d) and not (
         is_batch_norm(norm) and not uses_batch_statistics(norm)
     ):
-        return (
-            f"{type(norm).__name__} does not become a fixed map in evaluation; only batch norm does"
-        )
+        return f"its norm is {type(norm).__name__}; CE is folded behind batch norms"
     parts = (module, norm, *([module.ce] if isinstance(module, NormCE2d) else []))
     if any(is_hooked(part) for part in parts):
         return "somebody hooked it, and the hook would be lost"

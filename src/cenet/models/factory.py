@@ -58,6 +58,7 @@ def create_model(
     if network is None:
         raise ValueError(
             f"{name!r} is not a network of the paper; use one of {', '.join(NETWORKS)}"
+            + (' (without "ce": that is the block)' if str(name).startswith("ce") else "")
         )
     block = "plain" if block is None else block
     _check("block", block, BLOCKS)
@@ -83,14 +84,15 @@ def create_model(
             pooled = {} if block == "ir" else {"pool": STEM_POOL}
             insert_ce_(model, lambda _, site: site == network.stem, **{**pooled, **args})
     _remember(
-        model, block=block, norm=norm, act=act, stem=stem, ce_position=ce_position, start=start,
-        layer_args=layer_args, **kwargs,
+        model, name, block=block, norm=norm, act=act, stem=stem, ce_position=ce_position,
+        start=start, layer_args=layer_args, **kwargs,
     )  # fmt: skip
     return model
 
 
-def _remember(model: Any, **options: Any) -> None:
+def _remember(model: Any, name: str, **options: Any) -> None:
     """Keep what a file must say to have the network built again."""
+    model.network_name = name
     model.model_args = {name: value for name, value in options.items() if value is not None}
 
 

@@ -1,0 +1,5 @@
+"""`python -m cenet`, for torchrun."""
+
+from cenet.cli import main
+
+main()

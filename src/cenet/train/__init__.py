@@ -1,0 +1,5 @@
+"""Training: the recipes of the paper's Appendix E, and the engine that runs them."""
+
+from cenet.train.recipes import RECIPES, Recipe, find_recipe
+
+__all__ = ["RECIPES", "Recipe", "find_recipe"]

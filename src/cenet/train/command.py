@@ -1,0 +1,49 @@
+"""`cenet train RECIPE [--field value ...]`: parse, run, and say in one line what went wrong."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from cenet.train.diagnosis import NonFiniteLoss
+from cenet.train.engine import Interrupted, Options
+from cenet.train.interrupts import INTERRUPTED
+from cenet.train.recipes import RECIPES, find_recipe
+from cenet.train.run import Job, train
+
+EXAMPLE = "digits_ce"
+
+
+def parse(arguments: list[str]) -> Job:
+    """The job that the command line asks for."""
+    name, *rest = arguments or ["--help"]
+    if name in ("-h", "--help"):
+        print(f"usage: cenet train RECIPE [--field value ...]  ({len(RECIPES)}: `cenet recipes`)")
+        print(f"The fields, with the values of {EXAMPLE}:\n")
+        name, rest = EXAMPLE, ["--help"]
+    try:
+        recipe = find_recipe(name)
+        default = Job(recipe, Options(Path("runs") / name))
+        flat: Any = Annotated[Job, tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff]
+        job: Job = tyro.cli(flat, default=default, args=rest, prog=f"cenet train {name}")
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    return job
+
+
+def run(job: Job) -> None:
+    """Run a job to its end; exit with a line and a code that say how it ended."""
+    try:
+        row = train(job)
+    except Interrupted:
+        print(f"interrupted and saved; go on with --resume auto --out {job.options.out}")
+        sys.exit(INTERRUPTED)
+    except (ValueError, OSError, NonFiniteLoss) as error:
+        raise SystemExit(str(error)) from error
+    if row:
+        print(
+            f"epoch {row['epoch']}: test top-1 {row['test_top1']:.2%}, top-5 "
+            f"{row['test_top5']:.2%}, loss {row['test_loss']:.4f}; everything is in "
+            f"{job.options.out}"
+        )

@@ -1,0 +1,192 @@
+"""Images and labels: embedded digits, CIFAR-10 and folders of images, checked before training."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torchvision.datasets.folder import IMG_EXTENSIONS
+
+from cenet.train.recipes import Recipe
+
+DIGITS_TEST = 450
+# a data set of so many bytes of decoded pixels is held in memory
+FITS = 4 * 2**30
+
+
+class Resident(NamedTuple):
+    """Images in memory."""
+
+    images: Tensor  # (N, C, H, W), uint8
+    labels: Tensor  # (N,)
+    classes: tuple[str, ...]
+
+
+class Files(NamedTuple):
+    """Images in files."""
+
+    paths: list[Path]
+    labels: Tensor  # (N,)
+    classes: tuple[str, ...]
+
+
+class Split(NamedTuple):
+    """Training and test images of one kind."""
+
+    train: Resident | Files
+    test: Resident | Files
+
+
+def load(recipe: Recipe, folder: Path | None) -> Split:
+    """The data of a recipe; ValueError if it cannot be trained on.
+
+    Args:
+        recipe: says which data.
+        folder: image folders `train/CLASS/*` and `test/CLASS/*` (or `val`), or CIFAR-10 as
+            torchvision stores it. Digits need none.
+    """
+    split = _load(recipe, folder)
+    train = split.train
+    if recipe.label_corruption > 0:
+        labels = corrupt(train.labels, recipe.label_corruption, len(train.classes), recipe.seed)
+        split = split._replace(train=train._replace(labels=labels))
+    return split
+
+
+def _load(recipe: Recipe, folder: Path | None) -> Split:
+    if recipe.dataset == "digits":
+        if folder is not None:
+            raise ValueError(f"the digits are embedded; leave --data {folder} away")
+        return digits()
+    if folder is None:
+        raise ValueError(f"{recipe.dataset} is not embedded; say where it is with --data FOLDER")
+    if not folder.is_dir():
+        raise ValueError(f"--data {folder} is not a folder")
+    if (folder / "cifar-10-batches-py").is_dir():
+        return cifar10(folder)
+    return image_folders(folder, recipe.image_size, resident=recipe.augment != "imagenet")
+
+
+def digits() -> Split:
+    """Scikit-learn's 1,797 digits of 8×8 pixels: 1,347 to train on and 450 to test."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ValueError(
+            "digits need scikit-learn; pip install 'cenet[demo]', or scikit-learn alone"
+        ) from error
+    bunch = load_digits()
+    images = (torch.tensor(bunch.images, dtype=torch.float32)[:, None] / 16 * 255).to(torch.uint8)
+    labels = torch.tensor(bunch.target, dtype=torch.long)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    train, test = order[:-DIGITS_TEST], order[-DIGITS_TEST:]
+    names = tuple(str(digit) for digit in range(10))
+    return Split(
+        Resident(images[train], labels[train], names), Resident(images[test], labels[test], names)
+    )
+
+
+def cifar10(folder: Path) -> Split:
+    """CIFAR-10 as torchvision stores it, checked against its checksums."""
+    from torchvision.datasets import CIFAR10
+
+    def part(train: bool) -> Resident:
+        try:
+            found: Any = CIFAR10(str(folder), train=train)
+        except RuntimeError as error:
+            raise ValueError(f"CIFAR-10 in {folder} is damaged or incomplete: {error}") from error
+        images = torch.from_numpy(found.data).permute(0, 3, 1, 2).contiguous()
+        return Resident(images, torch.tensor(found.targets), tuple(found.classes))
+
+    return Split(part(True), part(False))
+
+
+def image_folders(folder: Path, size: int, *, resident: bool) -> Split:
+    """`train/CLASS/*` and `test/CLASS/*` or `val/CLASS/*`.
+
+    Args:
+        folder: holds them.
+        size: height and width to train with.
+        resident: hold the images in memory if they have that size and fit.
+
+    Raises:
+        ValueError: a folder is missing or empty, the classes differ, or an image cannot be read.
+    """
+    test = next((folder / name for name in ("test", "val") if (folder / name).is_dir()), None)
+    if not (folder / "train").is_dir() or test is None:
+        raise ValueError(f"{folder} must have the folders train and test (or val)")
+    parts = [image_files(folder / "train"), image_files(test)]
+    if parts[0].classes != parts[1].classes:
+        differ = sorted({*parts[0].classes} ^ {*parts[1].classes})
+        raise ValueError(f"train and {test.name} of {folder} have different classes: {differ}")
+    count = sum(len(part.paths) for part in parts)
+    fits = resident and count * 3 * size * size <= FITS
+    if not fits or not all(_has_size(part.paths[0], size) for part in parts):
+        return Split(*parts)
+    return Split(*(decoded(part, size) for part in parts))
+
+
+def image_files(folder: Path) -> Files:
+    """The images of `folder/CLASS/*`, classes and files in order of their names."""
+    classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+    if not classes:
+        raise ValueError(f"{folder} has no folders of classes")
+    paths: list[Path] = []
+    labels: list[int] = []
+    for label, name in enumerate(classes):
+        found = sorted(
+            path for path in (folder / name).rglob("*") if path.suffix.lower() in IMG_EXTENSIONS
+        )
+        if not found:
+            raise ValueError(f"{folder / name} has no images; remove the folder or fill it")
+        paths += found
+        labels += [label] * len(found)
+    return Files(paths, torch.tensor(labels), tuple(classes))
+
+
+def read_image(path: Path) -> Any:
+    """An image in RGB; ValueError if the file is damaged."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ValueError(f"{path} is not an image that can be read: {error}") from error
+
+
+def decoded(files: Files, size: int) -> Resident:
+    """The images in memory; ValueError that names those that are damaged or of another size."""
+    from torchvision.transforms.functional import pil_to_tensor
+
+    images = torch.empty(len(files.paths), 3, size, size, dtype=torch.uint8)
+    problems = []
+    for i, path in enumerate(files.paths):
+        try:
+            image = pil_to_tensor(read_image(path))
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        if image.shape[1:] != (size, size):
+            problems.append(f"{path} is {image.shape[2]}×{image.shape[1]}, not {size}×{size}")
+            continue
+        images[i] = image
+    if problems:
+        shown = "; ".join(problems[:5]) + ("; …" if len(problems) > 5 else "")
+        raise ValueError(f"{len(problems)} of {len(files.paths)} images cannot be used: {shown}")
+    return Resident(images, files.labels, files.classes)
+
+
+def _has_size(path: Path, size: int) -> bool:
+    return tuple(read_image(path).size) == (size, size)
+
+
+def corrupt(labels: Tensor, share: float, classes: int, seed: int) -> Tensor:
+    """A copy in which exactly round(share · N) labels are another class, drawn evenly."""
+    generator = torch.Generator().manual_seed(seed)
+    count = round(share * len(labels))
+    chosen = torch.randperm(len(labels), generator=generator)[:count]
+    moves = torch.randint(1, classes, (count,), generator=generator)
+    corrupted = labels.clone()
+    corrupted[chosen] = (labels[chosen] + moves) % classes
+    return corrupted

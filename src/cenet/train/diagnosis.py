@@ -1,0 +1,43 @@
+"""Where a loss that is not finite comes from."""
+
+import torch
+from torch import Tensor, nn
+
+
+class NonFiniteLoss(ArithmeticError):
+    """The loss is not finite; the message says which layer was the first."""
+
+
+@torch.no_grad()
+def first_non_finite(model: nn.Module, images: Tensor) -> str:
+    """What is not finite first: a parameter, the images, the output of a layer, or the loss alone.
+
+    The network runs once more, in its present mode; its running statistics come back.
+    """
+    for name, parameter in model.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            return f"parameter {name} is not finite"
+    if not bool(images.isfinite().all()):
+        return "the images are not finite"
+    found: list[str] = []
+
+    def look(name: str) -> object:
+        def hook(_module: nn.Module, _inputs: object, output: object) -> None:
+            if not found and isinstance(output, Tensor) and not bool(output.isfinite().all()):
+                found.append(name)
+
+        return hook
+
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    leaves = [(n, m) for n, m in model.named_modules() if not list(m.children())]
+    handles = [m.register_forward_hook(look(n)) for n, m in leaves]
+    try:
+        model(images)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for buffer, before in zip(model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+    if found:
+        return f"the output of layer {found[0]} is the first that is not finite"
+    return "all layers are finite for these images: the loss or its gradient overflowed"

@@ -1,0 +1,403 @@
+"""The training loop: one optimizer, any number of processes, exact resumption."""
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save
+from timm.utils.model_ema import ModelEmaV3
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from cenet.train import saving, snapshot
+from cenet.train.data import Resident, Split
+from cenet.train.diagnosis import NonFiniteLoss, first_non_finite
+from cenet.train.evaluation import evaluate
+from cenet.train.interrupts import Interrupts
+from cenet.train.loaders import (
+    FilesLoader,
+    Loader,
+    ResidentLoader,
+    Shard,
+    seed_of,
+)
+from cenet.train.logbook import Logbook, environment, progress_bar
+from cenet.train.processes import Processes, any_of, gathered, total
+from cenet.train.recipes import Recipe
+from cenet.train.setup import (
+    build_loss,
+    build_mixup,
+    build_network,
+    build_optimizer,
+    build_schedule,
+)
+
+PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+WEIGHTS = "weights.safetensors"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Where and how a recipe runs; none of it moves a number by more than rounding.
+
+    Attributes:
+        out: folder of the run.
+        resume: auto goes on from the newest whole checkpoint in `out`, never refuses to touch a
+            folder that has one.
+        workers: processes that decode image files.
+        channels_last: memory layout of images and weights.
+        compile: torch.compile the network.
+        cuda_graphs: and replay it as CUDA graphs.
+        checkpoint_every: updates between checkpoints; 0 writes one after each epoch only.
+        log_every: updates between looks at the loss.
+    """
+
+    out: Path
+    resume: Literal["auto", "never"] = "never"
+    workers: int = 2
+    channels_last: bool = False
+    compile: bool = False
+    cuda_graphs: bool = False
+    checkpoint_every: int = 0
+    log_every: int = 50
+
+
+@dataclass
+class Position:
+    """How far a run is."""
+
+    epoch: int = 0
+    step: int = 0  # of the epoch
+    updates: int = 0
+    seconds: float = 0.0  # of the epoch, until it was interrupted
+    best: float = 0.0
+    # loss, right answers and images of the epoch
+    sums: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
+
+
+class Interrupted(Exception):
+    """The run was asked to stop, and has been saved."""
+
+
+class Trainer:
+    """A recipe at work."""
+
+    def __init__(self, recipe: Recipe, data: Split, options: Options, processes: Processes) -> None:
+        """Build everything, on the device of this process."""
+        self.recipe, self.data, self.options, self.processes = recipe, data, options, processes
+        device = processes.device
+        snapshot.seed_everything(seed_of("weights", recipe.seed))
+        channels = data.train.images.shape[1] if isinstance(data.train, Resident) else 3
+        self.classes = len(data.train.classes)
+        network = build_network(recipe, classes=self.classes, channels=channels)
+        layout = torch.channels_last if options.channels_last else torch.contiguous_format
+        self.network = network.to(device).to(memory_format=layout)
+        if recipe.sync_ce:
+            self._synchronize()
+        per_step = recipe.batch_size * processes.world
+        self.shard = Shard(
+            len(data.train.labels), recipe.batch_size, rank=processes.rank, world=processes.world
+        )
+        self.updates_per_epoch = max(1, self.shard.steps // recipe.accumulate)
+        self.optimizer = build_optimizer(
+            recipe, self.network, images_per_update=per_step * recipe.accumulate
+        )
+        self.schedule = build_schedule(
+            recipe, self.optimizer, updates_per_epoch=self.updates_per_epoch
+        )
+        self.loss = build_loss(recipe).to(device)
+        self.mixup = build_mixup(recipe, self.classes)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=recipe.precision == "float16")
+        self.ema: Any = ModelEmaV3(self.network, recipe.ema) if recipe.ema > 0 else None
+        self.loader = self._loader()
+        self.position = Position(sums=torch.zeros(3, dtype=torch.float64, device=device))
+        self.logbook = Logbook(options.out)
+        snapshot.seed_everything(seed_of("chance", recipe.seed, processes.rank))
+        self._forward = self._parallel()
+
+    def _synchronize(self) -> None:
+        raise ValueError("sync_ce: this version cannot synchronize CE yet")
+
+    def _loader(self) -> Loader:
+        recipe, options = self.recipe, self.options
+        shared: dict[str, Any] = {
+            "augment": recipe.augment, "seed": recipe.seed, "device": self.processes.device,
+            "channels_last": options.channels_last,
+        }  # fmt: skip
+        train = self.data.train
+        if isinstance(train, Resident):
+            return ResidentLoader(train, self.shard, **shared)
+        return FilesLoader(
+            train, self.shard, size=recipe.image_size, workers=options.workers, **shared
+        )
+
+    def _parallel(self) -> Callable[[Tensor], Tensor]:
+        """The network as it is called in training."""
+        module: Any = self.network
+        if self.processes.world > 1:
+            device = self.processes.device
+            ids = [device.index] if device.type == "cuda" else None
+            module = DistributedDataParallel(module, device_ids=ids)
+        self._wrapped = module
+        if self.options.compile or self.options.cuda_graphs:
+            mode = "reduce-overhead" if self.options.cuda_graphs else None
+            module = torch.compile(module, mode=mode)
+        run: Callable[[Tensor], Tensor] = module
+        return run
+
+    # running
+
+    def run(self) -> dict[str, Any]:
+        """Train to the end, and return the last row of metrics.
+
+        Raises:
+            Interrupted: SIGTERM or SIGINT came; a checkpoint has been written.
+            NonFiniteLoss: the last good checkpoint is kept.
+        """
+        self.options.out.mkdir(parents=True, exist_ok=True)
+        if self.processes.is_first:
+            facts = environment(self.processes.device, self.processes.world)
+            self.logbook.begin(self.recipe, facts, after=self.position.epoch)
+        with (
+            Interrupts() as interrupts,
+            progress_bar(shown=self.processes.is_first) as progress,
+        ):
+            task = progress.add_task(
+                "training",
+                total=self.recipe.epochs * self.shard.steps,
+                completed=self.position.epoch * self.shard.steps + self.position.step,
+                epoch=self.position.epoch + 1, loss=float("nan"), top1=0.0, speed=0.0,
+            )  # fmt: skip
+
+            def tell(**values: Any) -> None:
+                progress.update(task, **values)
+
+            while self.position.epoch < self.recipe.epochs:
+                self._train_epoch(interrupts, tell)
+        self.logbook.end()
+        if self.processes.is_first:
+            self._write_weights()
+        row: dict[str, Any] = self.logbook.rows[-1] if self.logbook.rows else {}
+        return row
+
+    def _train_epoch(self, interrupts: Interrupts, tell: Callable[..., None]) -> None:
+        position, recipe = self.position, self.recipe
+        self.network.train()
+        started = time.perf_counter() - position.seconds
+        micro = min(recipe.accumulate, self.shard.steps)
+        steps = self.updates_per_epoch * micro
+        batches = self.loader.epoch(position.epoch, position.step)
+        images: Tensor | None = None
+        while position.step < steps:
+            # after a restart with another number of processes, the first may have fewer
+            last = min(position.step - position.step % micro + micro, steps)
+            while position.step < last:
+                images, labels = next(batches)
+                position.step += 1
+                self._backward(images, labels, last=position.step == last)
+            # on a CPU looking costs nothing, on a GPU it waits for the step
+            on_cpu = self.processes.device.type == "cpu"
+            look = on_cpu or position.updates % self.options.log_every == 0
+            if look:
+                self._check(images)
+            self._update()
+            if look:
+                self._tell(tell, time.perf_counter() - started)
+            position.seconds = time.perf_counter() - started
+            every = self.options.checkpoint_every
+            if any_of(interrupts.asked is not None, self.processes):
+                self.save()
+                raise Interrupted
+            if every and position.updates % every == 0 and position.step < steps:
+                self.save()
+        self._check(images)
+        self._end_epoch()
+
+    def _tell(self, tell: Callable[..., None], seconds: float) -> None:
+        position = self.position
+        loss, correct, seen = position.sums.tolist()
+        images = position.step * self.recipe.batch_size * self.processes.world
+        tell(
+            completed=position.epoch * self.shard.steps + position.step,
+            epoch=position.epoch + 1,
+            loss=loss / seen,
+            top1=correct / seen,
+            speed=images / seconds,
+        )
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        dtype = PRECISIONS.get(self.recipe.precision)
+        if dtype is None:
+            return nullcontext()
+        return torch.autocast(self.processes.device.type, dtype)
+
+    def _backward(self, images: Tensor, labels: Tensor, *, last: bool) -> None:
+        """Add the gradient of a batch; processes exchange theirs with the last of an update."""
+        hard = labels
+        if self.mixup is not None:
+            images, labels = self.mixup(images, labels)
+        wait: AbstractContextManager[Any] = nullcontext()
+        if self.processes.world > 1 and not last:
+            wait = self._wrapped.no_sync()
+        with wait:
+            with self._autocast():
+                logits = self._forward(images)
+                loss = self.loss(logits, labels)
+            self.scaler.scale(loss / self.recipe.accumulate).backward()
+        with torch.no_grad():
+            count = len(hard)
+            correct = (logits.detach().argmax(1) == hard).sum()
+            batch = torch.stack([loss.detach().double() * count, correct.double()])
+            self.position.sums[:2] += batch
+            self.position.sums[2] += count
+
+    def _update(self) -> None:
+        self.schedule.step_update(self.position.updates)
+        if self.recipe.clip_grad > 0:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.network.parameters(), self.recipe.clip_grad)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        self.position.updates += 1
+        if self.ema is not None:
+            self.ema.update(self.network, self.position.updates)
+
+    def _check(self, images: Tensor | None) -> None:
+        """Raise NonFiniteLoss if any loss of this epoch was not finite."""
+        bad = not bool(self.position.sums[0].isfinite())
+        if not any_of(bad, self.processes):
+            return
+        where = "" if images is None else first_non_finite(self.network, images)
+        kept = saving.checkpoints(self.options.out)
+        last = f"the last good checkpoint is {kept[0]}" if kept else "no checkpoint was written yet"
+        raise NonFiniteLoss(
+            f"the loss is not finite in epoch {self.position.epoch + 1}, update "
+            f"{self.position.updates}: {where}. {last}. Lower --lr or raise --warmup-epochs"
+        )
+
+    def _end_epoch(self) -> None:
+        position = self.position
+        loss, correct, seen = total(position.sums, self.processes).tolist()
+        seconds = position.seconds
+        test = evaluate(
+            self.evaluated, self.data, self.recipe, self.processes,
+            channels_last=self.options.channels_last, workers=self.options.workers,
+        )  # fmt: skip
+        row = {
+            "epoch": position.epoch + 1,
+            "updates": position.updates,
+            "lr": self.optimizer.param_groups[0]["lr"],
+            "train_loss": loss / seen,
+            "train_top1": correct / seen,
+            **test,
+            "seconds": seconds,
+            "images_per_second": seen / seconds,
+        }
+        position.best = max(position.best, test["test_top1"])
+        position.epoch, position.step, position.seconds = position.epoch + 1, 0, 0.0
+        position.sums.zero_()
+        if self.processes.is_first:
+            self.logbook.add(row)
+        self.save()
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """The network whose accuracy counts: the averaged one if there is one."""
+        if self.ema is None:
+            return self.network
+        averaged: nn.Module = self.ema.module
+        return averaged
+
+    # saving
+
+    def save(self) -> None:
+        """Write a checkpoint; all processes take part."""
+        own = snapshot.chance(self.processes.device)
+        chances = gathered(own, self.processes)
+        if not self.processes.is_first:
+            return
+        momenta, optimizer = snapshot.optimizer_state(self.optimizer)
+        tensors = {
+            **snapshot.named("model", snapshot.module_state(self.network)),
+            **snapshot.named("optimizer", momenta),
+            "position.sums": self.position.sums,
+        }
+        if self.ema is not None:
+            tensors |= snapshot.named("ema", snapshot.module_state(self.ema.module))
+        for rank, (state, _) in enumerate(chances):
+            tensors |= snapshot.named(f"chance.{rank}", state)
+        position = {name: value for name, value in vars(self.position).items() if name != "sums"}
+        facts = {
+            "recipe": self.recipe.as_dict(),
+            "position": position,
+            "images": self.position.step * self.recipe.batch_size * self.processes.world,
+            "optimizer": optimizer,
+            "scaler": self.scaler.state_dict(),
+            "chance": [facts for _, facts in chances],
+            "classes": list(self.data.train.classes),
+        }
+        path = saving.checkpoint_path(self.options.out, self.position.updates)
+        saving.write(path, tensors, facts)
+        saving.forget_old(self.options.out)
+
+    def resume(self) -> str | None:
+        """Go on from the newest whole checkpoint, and say from which; None if there is none.
+
+        Raises:
+            ValueError: no checkpoint is whole, or it is of another recipe or other data.
+        """
+        found = saving.newest(self.options.out)
+        if found is None:
+            return None
+        path, tensors, facts, problems = found
+        self._check_recipe(path, facts)
+        snapshot.load_module_(self.network, snapshot.under("model", tensors))
+        if self.ema is not None:
+            snapshot.load_module_(self.ema.module, snapshot.under("ema", tensors))
+        snapshot.load_optimizer_(
+            self.optimizer, snapshot.under("optimizer", tensors), facts["optimizer"]
+        )
+        self.scaler.load_state_dict(facts["scaler"])
+        position = dict(facts["position"])
+        # with another number of processes a step has another number of images
+        per_step = self.recipe.batch_size * self.processes.world
+        position["step"] = facts["images"] // per_step
+        sums = tensors["position.sums"].to(self.processes.device)
+        self.position = Position(**position, sums=sums)
+        rank = self.processes.rank
+        if rank < len(facts["chance"]):
+            states = snapshot.under(f"chance.{rank}", tensors)
+            snapshot.set_chance(self.processes.device, states, facts["chance"][rank])
+        said = [f"{problem}; using an older one" for problem in problems]
+        where = f"epoch {self.position.epoch + 1}, step {self.position.step}"
+        return "\n".join([*said, f"resuming from {path.name}: {where}"])
+
+    def _check_recipe(self, path: Path, facts: dict[str, Any]) -> None:
+        saved, own = facts.get("recipe", {}), self.recipe.as_dict()
+        changed = [
+            f"{name} was {saved.get(name)!r} and is {own.get(name)!r}"
+            for name in sorted({*saved, *own})
+            if saved.get(name) != own.get(name)
+        ]
+        if facts.get("classes") != list(self.data.train.classes):
+            changed.append("the classes of the data differ")
+        if changed:
+            raise ValueError(
+                f"{path} is a checkpoint of another run: {'; '.join(changed)}; "
+                "use another --out for this one"
+            )
+
+    def _write_weights(self) -> None:
+        state = {
+            name: value.detach().cpu().contiguous().clone()
+            for name, value in self.evaluated.state_dict().items()
+        }
+        # one entry: several would come in any order, and equal runs write equal files
+        about = {"recipe": json.dumps(self.recipe.as_dict())}
+        saving.replace_file(self.options.out / WEIGHTS, save(state, about))

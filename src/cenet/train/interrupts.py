@@ -1,0 +1,32 @@
+"""SIGTERM and SIGINT: ask the run to save and stop; a second SIGINT stops it at once."""
+
+import signal
+from types import FrameType
+from typing import Any
+
+# of the process, when a run was interrupted and has been saved: try again later
+INTERRUPTED = 75
+
+
+class Interrupts:
+    """While this context lasts, signals are noted instead of killing the process."""
+
+    def __init__(self) -> None:
+        """Nothing has been asked yet."""
+        self.asked: signal.Signals | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Interrupts":
+        """Take the signals over."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give them back."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.asked = signal.Signals(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)

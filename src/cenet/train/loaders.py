@@ -1,0 +1,257 @@
+"""Batches in an order that depends on seed and epoch alone, from any position of an epoch.
+
+What happens to an image in an epoch depends on nothing else either: not on the number of workers or
+processes, and not on where a run was interrupted.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from hashlib import sha256
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms import v2
+
+from cenet.train.data import Files, Resident, read_image
+from cenet.train.recipes import Augment
+
+PADDING = 4
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+TEST_CROP = 0.875  # share of the shorter side
+
+
+def seed_of(*parts: int | str) -> int:
+    """A seed that depends on all parts."""
+    digest = sha256(repr(parts).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
+    """A permutation of the images."""
+    generator = torch.Generator().manual_seed(seed_of("order", seed, epoch))
+    return torch.randperm(count, generator=generator)
+
+
+class Shard:
+    """Which images a process takes in each step."""
+
+    def __init__(self, count: int, batch: int, *, rank: int = 0, world: int = 1) -> None:
+        """Of `count` images, `batch` per process and step; the rest of an epoch is left out."""
+        self.count, self.batch, self.rank, self.world = count, batch, rank, world
+        if count < batch * world:
+            raise ValueError(
+                f"{count} training images do not fill one step of {batch} images in each of "
+                f"{world} processes; lower --batch-size"
+            )
+
+    @property
+    def steps(self) -> int:
+        """Steps of an epoch."""
+        return self.count // (self.batch * self.world)
+
+    def places(self, step: int) -> slice:
+        """Places in the order of an epoch that this process takes in a step."""
+        start = (step * self.world + self.rank) * self.batch
+        return slice(start, start + self.batch)
+
+
+class Loader(Protocol):
+    """Training batches."""
+
+    shard: Shard
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Normalized images and labels on the device, from step `start` of an epoch."""
+        ...
+
+
+class ResidentLoader:
+    """Images on the device, cropped and flipped there."""
+
+    def __init__(
+        self,
+        data: Resident,
+        shard: Shard,
+        *,
+        augment: Augment,
+        seed: int,
+        device: torch.device,
+        channels_last: bool,
+    ) -> None:
+        """Move the images to the device."""
+        if augment == "imagenet":
+            raise ValueError("images in memory can be cropped and flipped; use augment=crop_flip")
+        self.shard, self.augment, self.seed, self.device = shard, augment, seed, device
+        self.channels_last = channels_last
+        self.size = data.images.shape[2:]
+        margin = (PADDING,) * 4 if augment == "crop_flip" else (0,) * 4
+        self.images = pad(data.images, margin).permute(0, 2, 3, 1).contiguous().to(device)
+        self.labels = data.labels.to(device)
+        self.mean, self.std = pixel_statistics(data, device)
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """See `Loader`."""
+        order = epoch_order(self.shard.count, self.seed, epoch)
+        moves = self._moves(epoch).to(self.device)
+        order = order.to(self.device)
+        for step in range(start, self.shard.steps):
+            places = self.shard.places(step)
+            chosen = order[places]
+            images = (self._cropped(chosen, moves[places]).float() - self.mean) / self.std
+            images = images.permute(0, 3, 1, 2)
+            yield (images if self.channels_last else images.contiguous()), self.labels[chosen]
+
+    def _moves(self, epoch: int) -> Tensor:
+        """Top, left and whether to flip, (N, 3), in the order of the epoch."""
+        if self.augment == "none":
+            return torch.zeros(self.shard.count, 3, dtype=torch.long)
+        generator = torch.Generator().manual_seed(seed_of("moves", self.seed, epoch))
+        shape = (self.shard.count,)
+        corners = [torch.randint(2 * PADDING + 1, shape, generator=generator) for _ in range(2)]
+        return torch.stack([*corners, torch.randint(2, shape, generator=generator)], 1)
+
+    def _cropped(self, chosen: Tensor, moves: Tensor) -> Tensor:
+        """(B, H, W, C) in uint8."""
+        if self.augment == "none":
+            return self.images[chosen]
+        height, width = self.size
+        top, left, flip = moves.unbind(1)
+        rows = top[:, None] + torch.arange(height, device=self.device)
+        columns = torch.arange(width, device=self.device)
+        columns = left[:, None] + torch.where(flip[:, None] > 0, columns.flip(0), columns)
+        return self.images[chosen[:, None, None], rows[:, :, None], columns[:, None, :]]
+
+
+class _Images(Dataset[tuple[Tensor, int]]):
+    """Files, decoded and transformed; the chance in it depends on seed, epoch and image alone."""
+
+    def __init__(self, files: Files, transform: Any, seed: int, epoch: int) -> None:
+        self.files, self.transform, self.seed, self.epoch = files, transform, seed, epoch
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image = read_image(self.files.paths[index])
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed_of("image", self.seed, self.epoch, index))
+            return self.transform(image), int(self.files.labels[index])
+
+
+class FilesLoader:
+    """Images decoded by worker processes."""
+
+    def __init__(
+        self,
+        data: Files,
+        shard: Shard,
+        *,
+        augment: Augment,
+        size: int,
+        seed: int,
+        device: torch.device,
+        channels_last: bool,
+        workers: int,
+    ) -> None:
+        """Choose the transforms."""
+        self.data, self.shard, self.seed = data, shard, seed
+        self.transform = transforms(augment, size)
+        self.workers = workers
+        self.place = partial(_placed, device=device, channels_last=channels_last)
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """See `Loader`."""
+        order = epoch_order(self.shard.count, self.seed, epoch).tolist()
+        batches = [order[self.shard.places(step)] for step in range(start, self.shard.steps)]
+        dataset = _Images(self.data, self.transform, self.seed, epoch)
+        yield from map(self.place, _file_batches(dataset, batches, self.workers, self.seed))
+
+
+def evaluation_batches(
+    data: Resident | Files,
+    statistics: tuple[Tensor, Tensor],
+    *,
+    size: int,
+    batch: int,
+    device: torch.device,
+    channels_last: bool,
+    workers: int = 0,
+    rank: int = 0,
+    world: int = 1,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """All test images of this process once, in order, normalized by `statistics`."""
+    places = torch.arange(rank, len(data.labels), world)
+    batches = torch.split(places, batch)
+    if isinstance(data, Files):
+        dataset = _Images(data, transforms(None, size), 0, 0)
+        indices = [chosen.tolist() for chosen in batches]
+        place = partial(_placed, device=device, channels_last=channels_last)
+        yield from map(place, _file_batches(dataset, indices, workers, 0))
+        return
+    mean, std = statistics
+    for chosen in batches:
+        images = data.images[chosen].to(device).permute(0, 2, 3, 1)
+        images = ((images.float() - mean) / std).permute(0, 3, 1, 2)
+        yield (images if channels_last else images.contiguous()), data.labels[chosen].to(device)
+
+
+def pixel_statistics(data: Resident, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of each channel of images in memory."""
+    # integers, so that the sums are exact
+    values = data.images.transpose(0, 1).flatten(1)
+    count = values.shape[1]
+    histogram = torch.stack([torch.bincount(channel, minlength=256) for channel in values.int()])
+    levels = torch.arange(256, dtype=torch.float64)
+    mean = (histogram @ levels.to(histogram.dtype)).double() / count
+    square = (histogram.double() * (levels - mean[:, None]).square()).sum(1) / count
+    return mean.float().to(device), square.sqrt().clamp_min(1).float().to(device)
+
+
+def file_statistics(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of ImageNet's channels, 0 to 255."""
+    return (
+        torch.tensor(IMAGENET_MEAN, device=device) * 255,
+        torch.tensor(IMAGENET_STD, device=device) * 255,
+    )
+
+
+def transforms(augment: Augment | None, size: int) -> Any:
+    """From an image file to (3, size, size) in uint8; None is for the test."""
+    steps: list[Any]
+    if augment == "imagenet":
+        steps = [v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip()]
+    elif augment == "crop_flip":
+        steps = [v2.Resize((size, size), antialias=True), v2.RandomCrop(size, PADDING)]
+        steps.append(v2.RandomHorizontalFlip())
+    elif augment == "none":
+        steps = [v2.Resize((size, size), antialias=True)]
+    else:
+        steps = [v2.Resize(round(size / TEST_CROP), antialias=True), v2.CenterCrop(size)]
+    return v2.Compose([*steps, v2.PILToTensor()])
+
+
+def _file_batches(
+    dataset: _Images, batches: list[list[int]], workers: int, seed: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    loader: Any = DataLoader(
+        dataset,
+        batch_sampler=batches,
+        num_workers=workers,
+        prefetch_factor=4 if workers else None,
+        pin_memory=torch.cuda.is_available(),
+        # else it draws from the global one, and a resumed run would go on differently
+        generator=torch.Generator().manual_seed(seed),
+    )
+    yield from loader
+
+
+def _placed(
+    batch: tuple[Tensor, Tensor], *, device: torch.device, channels_last: bool
+) -> tuple[Tensor, Tensor]:
+    """Images on the device, normalized."""
+    images, labels = (part.to(device, non_blocking=True) for part in batch)
+    mean, std = file_statistics(device)
+    images = (images.float() - mean[:, None, None]) / std[:, None, None]
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    return images.contiguous(memory_format=layout), labels

@@ -1,0 +1,136 @@
+"""The folder of a run: what it is (run.json), how it went (metrics), and its progress bar."""
+
+import csv
+import io
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from cenet import __version__
+from cenet.train.recipes import Recipe
+from cenet.train.saving import replace_file
+
+METRICS = "metrics.jsonl"
+# what differs between two runs of the same recipe
+TIMES = ("seconds", "images_per_second")
+
+
+def environment(device: torch.device, world: int) -> dict[str, Any]:
+    """Versions and hardware."""
+    import timm
+    import torchvision
+
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return {
+        "cenet": __version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchvision": torchvision.__version__,
+        "timm": timm.__version__,
+        "device": f"{device.type} {name}",
+        "processes": world,
+        "threads": torch.get_num_threads(),
+        "host": platform.node(),
+        "command": sys.argv,
+    }
+
+
+def _commit() -> str | None:
+    """The commit of the source, if it is a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+class Logbook:
+    """Rows of metrics, one per epoch, in JSON lines, CSV and (if installed) TensorBoard."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read what is there."""
+        self.folder = folder
+        self.rows: list[dict[str, Any]] = []
+        self._tensorboard: Any = None
+        path = folder / METRICS
+        if path.is_file():
+            self.rows = read_metrics(path)
+
+    def begin(self, recipe: Recipe, facts: dict[str, Any], *, after: int) -> None:
+        """Say what runs; forget rows after so many epochs, which will come again."""
+        self.rows = [row for row in self.rows if row["epoch"] <= after]
+        about = {"recipe": recipe.as_dict(), "environment": facts}
+        replace_file(self.folder / "run.json", (json.dumps(about, indent=2) + "\n").encode())
+        self._write()
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            return
+        self._tensorboard = SummaryWriter(str(self.folder / "tensorboard"), purge_step=after + 1)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Add the row of an epoch."""
+        self.rows.append(row)
+        self._write()
+        if self._tensorboard is not None:
+            for name, value in row.items():
+                if isinstance(value, float) and name != "epoch":
+                    self._tensorboard.add_scalar(name, value, row["epoch"])
+            self._tensorboard.flush()
+
+    def end(self) -> None:
+        """Close files."""
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def _write(self) -> None:
+        lines = "".join(json.dumps(row) + "\n" for row in self.rows)
+        replace_file(self.folder / METRICS, lines.encode())
+        table = io.StringIO()
+        if self.rows:
+            writer = csv.DictWriter(table, list(self.rows[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(self.rows)
+        replace_file(self.folder / "metrics.csv", table.getvalue().encode())
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Rows of metrics.jsonl; ValueError if it is damaged."""
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines()]
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def read_recipe(folder: Path) -> Recipe:
+    """The recipe of a run; ValueError if the folder is not one."""
+    path = folder / "run.json"
+    try:
+        return Recipe.from_dict(json.loads(path.read_text())["recipe"])
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder} is not a folder of `cenet train`: {path}: {error}") from error
+
+
+def progress_bar(*, shown: bool) -> Progress:
+    """Loss, accuracy, images per second and time left."""
+    columns = (
+        TextColumn("epoch {task.fields[epoch]}"),
+        BarColumn(),
+        TextColumn("loss {task.fields[loss]:.4f}  top-1 {task.fields[top1]:.2%}"),
+        TextColumn("{task.fields[speed]:.0f} images/s"),
+        TimeRemainingColumn(),
+    )
+    # in a log file, lines of a bar are noise
+    quiet = not shown or not sys.stderr.isatty() or "CENET_QUIET" in os.environ
+    from rich.console import Console
+
+    return Progress(*columns, console=Console(stderr=True), disable=quiet)

@@ -1,0 +1,78 @@
+"""One process or many: what torchrun says, and the few things processes must agree on."""
+
+import os
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+TIMEOUT = timedelta(minutes=10)
+
+
+class Processes(NamedTuple):
+    """This process among its fellows."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes files and talks."""
+        return self.rank == 0
+
+
+def start(device: str = "auto") -> Processes:
+    """Join the processes that torchrun has started, if it has.
+
+    Args:
+        device: cpu, cuda, or auto for cuda where there is one.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: this machine has no CUDA device; use --device cpu")
+    place = torch.device(device)
+    if device == "cuda":
+        place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(place)
+    if "RANK" not in os.environ:
+        return Processes(0, 1, place)
+    if not dist.is_initialized():
+        backend = "nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=TIMEOUT)
+    return Processes(dist.get_rank(), dist.get_world_size(), place)
+
+
+def finish() -> None:
+    """Leave the other processes."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def total(values: Tensor, processes: Processes) -> Tensor:
+    """The sum over processes."""
+    if processes.world > 1:
+        values = values.clone()
+        dist.all_reduce(values)
+    return values
+
+
+def any_of(flag: bool, processes: Processes) -> bool:
+    """Whether it holds in any process."""
+    if processes.world == 1:
+        return flag
+    value = torch.tensor(float(flag), device=processes.device)
+    dist.all_reduce(value)
+    return bool(value > 0)
+
+
+def gathered(value: Any, processes: Processes) -> list[Any]:
+    """The values of all processes, in order."""
+    if processes.world == 1:
+        return [value]
+    values: list[Any] = [None] * processes.world
+    dist.all_gather_object(values, value)
+    return values

@@ -1,0 +1,121 @@
+"""Checkpoints that survive: written beside, synced, renamed; damage is found by their digest.
+
+A checkpoint is a safetensors file. Numbers and names that are not tensors are in its metadata, with
+a digest of everything else. Reading never executes code.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+KEPT = 2
+PATTERN = "step-*.safetensors"
+
+
+class DamagedCheckpoint(ValueError):
+    """A file that is not what was written."""
+
+
+def write(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    """Write a checkpoint so that `path` holds all of it or what it held before.
+
+    Args:
+        path: the file.
+        tensors: by name.
+        facts: everything else, in types that JSON has.
+    """
+    # a copy of its own for each: safetensors refuses tensors that share memory
+    plain = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+    text = json.dumps(facts, allow_nan=True, sort_keys=True)
+    content = save(plain, {"facts": text, "digest": digest(plain, text)})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, content)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Put `content` at `path` in one step, and on the disk before that."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with beside.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and facts of a checkpoint; DamagedCheckpoint if one bit of it is not as written."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DamagedCheckpoint(f"{path} cannot be read as a checkpoint: {reason}") from error
+    if "facts" not in metadata or "digest" not in metadata:
+        raise DamagedCheckpoint(f"{path} was not written by `cenet train`: it has no digest")
+    if digest(tensors, metadata["facts"]) != metadata["digest"]:
+        raise DamagedCheckpoint(f"{path} is damaged: its content does not match its digest")
+    facts: dict[str, Any] = json.loads(metadata["facts"])
+    return tensors, facts
+
+
+def digest(tensors: Mapping[str, Tensor], facts: str) -> str:
+    """A digest of names, types, shapes and bytes."""
+    found = blake2b(facts.encode(), digest_size=32)
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        found.update(f"|{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        found.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints of a run, newest first."""
+    return sorted(folder.glob(PATTERN), reverse=True)
+
+
+def checkpoint_path(folder: Path, updates: int) -> Path:
+    """Where the checkpoint after so many updates goes."""
+    return folder / f"step-{updates:09d}.safetensors"
+
+
+def forget_old(folder: Path) -> None:
+    """Keep the newest checkpoints, and nothing that was left half written."""
+    for path in checkpoints(folder)[KEPT:]:
+        path.unlink(missing_ok=True)
+    for path in folder.glob(".step-*"):
+        path.unlink(missing_ok=True)
+
+
+def newest(folder: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any], list[str]] | None:
+    """The newest checkpoint that is whole, and what was wrong with newer ones.
+
+    Raises:
+        DamagedCheckpoint: there are checkpoints, and none is whole.
+    """
+    problems: list[str] = []
+    for path in checkpoints(folder):
+        try:
+            return path, *read(path), problems
+        except DamagedCheckpoint as error:
+            problems.append(str(error))
+    if problems:
+        raise DamagedCheckpoint("; ".join(problems))
+    return None

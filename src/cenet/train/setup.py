@@ -1,0 +1,86 @@
+"""From a recipe to network, optimizer, schedule and loss: timm's, with the paper's weight decay."""
+
+from typing import Any
+
+import timm.loss
+from timm.data.mixup import Mixup
+from timm.optim._optim_factory import create_optimizer_v2
+from timm.scheduler.cosine_lr import CosineLRScheduler
+from timm.scheduler.multistep_lr import MultiStepLRScheduler
+from timm.scheduler.poly_lr import PolyLRScheduler
+from timm.scheduler.scheduler import Scheduler
+from torch import nn
+from torch.optim import Optimizer
+
+from cenet.models import create_model
+from cenet.train.recipes import Recipe
+
+# λ and α are never decayed
+UNDECAYED = ("mix_logit", "blend")
+
+
+def build_network(recipe: Recipe, *, classes: int, channels: int) -> nn.Module:
+    """The network of a recipe."""
+    return create_model(
+        recipe.network,
+        None if recipe.block == "plain" else recipe.block,
+        norm=recipe.norm,
+        act=None if recipe.act == "default" else recipe.act,
+        num_classes=classes,
+        in_chans=channels,
+    )
+
+
+def build_optimizer(recipe: Recipe, model: nn.Module, *, images_per_update: int) -> Optimizer:
+    """SGD; its learning rate is that of the recipe for so many images."""
+    decayed: list[nn.Parameter] = []
+    spared: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        spare = name.rpartition(".")[2] in UNDECAYED or (
+            not recipe.decay_norms and parameter.dim() <= 1
+        )
+        (spared if spare else decayed).append(parameter)
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": spared, "weight_decay": 0.0}]
+    optimizer: Optimizer = create_optimizer_v2(
+        [group for group in groups if group["params"]],
+        "momentum",  # timm's "sgd" is Nesterov's
+        lr=recipe.lr * images_per_update / recipe.lr_batch,
+        weight_decay=recipe.weight_decay,
+        momentum=recipe.momentum,
+    )
+    return optimizer
+
+
+def build_schedule(recipe: Recipe, optimizer: Optimizer, *, updates_per_epoch: int) -> Scheduler:
+    """The learning rate as a function of the number of updates."""
+    total = recipe.epochs * updates_per_epoch
+    warmup = round(recipe.warmup_epochs * updates_per_epoch)
+    shared: dict[str, Any] = {
+        "warmup_t": warmup, "warmup_lr_init": 0.0, "t_in_epochs": False, "warmup_prefix": False,
+    }  # fmt: skip
+    if recipe.schedule == "step":
+        # timm looks one ahead
+        steps = [epoch * updates_per_epoch + 1 for epoch in recipe.milestones]
+        return MultiStepLRScheduler(optimizer, steps, recipe.gamma, **shared)
+    if recipe.schedule == "cosine":
+        return CosineLRScheduler(optimizer, total, **shared)
+    return PolyLRScheduler(optimizer, total, power=recipe.power, **shared)
+
+
+def build_loss(recipe: Recipe) -> nn.Module:
+    """Cross-entropy, smoothed, or of soft targets."""
+    losses: Any = timm.loss
+    loss: nn.Module = nn.CrossEntropyLoss()
+    if recipe.mixup > 0:
+        loss = losses.SoftTargetCrossEntropy()
+    elif recipe.label_smoothing > 0:
+        loss = losses.LabelSmoothingCrossEntropy(recipe.label_smoothing)
+    return loss
+
+
+def build_mixup(recipe: Recipe, classes: int) -> Any:
+    """Timm's mixup, or None."""
+    if recipe.mixup == 0:
+        return None
+    make: Any = Mixup
+    return make(recipe.mixup, label_smoothing=recipe.label_smoothing, num_classes=classes)

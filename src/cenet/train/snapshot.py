@@ -1,0 +1,120 @@
+"""Everything a run is made of as tensors and facts, and back: the content of a checkpoint."""
+
+import random
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+Facts = dict[str, Any]
+Tensors = dict[str, Tensor]
+
+
+class Stateful(Protocol):
+    """What has a state of plain numbers."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go back to a state."""
+        ...
+
+
+def under(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:
+    """The tensors whose names begin so, without that."""
+    start = f"{prefix}."
+    return {
+        name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)
+    }
+
+
+def named(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:
+    """The tensors with that before their names."""
+    return {f"{prefix}.{name}": value for name, value in tensors.items()}
+
+
+def module_state(module: nn.Module) -> Tensors:
+    """A state dict: tensors only."""
+    return dict(module.state_dict())
+
+
+def load_module_(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Load a state dict; ValueError that names what does not fit."""
+    own = module.state_dict()
+    problems = [f"missing {name}" for name in own if name not in tensors]
+    problems += [f"unknown {name}" for name in tensors if name not in own]
+    problems += [
+        f"{name} is {tuple(tensors[name].shape)}, the network has {tuple(own[name].shape)}"
+        for name in own
+        if name in tensors and tensors[name].shape != own[name].shape
+    ]
+    if problems:
+        shown = "; ".join(problems[:5]) + (f"; {len(problems) - 5} more" * (len(problems) > 5))
+        raise ValueError(f"these weights are not of this network: {shown}")
+    module.load_state_dict(dict(tensors))
+
+
+def optimizer_state(optimizer: Optimizer) -> tuple[Tensors, Facts]:
+    """Tensors `INDEX.NAME`; everything else is facts."""
+    state = optimizer.state_dict()
+    tensors: Tensors = {}
+    rest: dict[str, Facts] = {}
+    for index, values in state["state"].items():
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                tensors[f"{index}.{name}"] = value
+            else:
+                rest.setdefault(str(index), {})[name] = value
+    return tensors, {"groups": state["param_groups"], "rest": rest}
+
+
+def load_optimizer_(optimizer: Optimizer, tensors: Tensors, facts: Facts) -> None:
+    """Undo `optimizer_state`."""
+    state: dict[int, dict[str, Any]] = {
+        int(index): dict(values) for index, values in facts["rest"].items()
+    }
+    for key, value in tensors.items():
+        index, _, name = key.partition(".")
+        state.setdefault(int(index), {})[name] = value
+    optimizer.load_state_dict({"state": state, "param_groups": facts["groups"]})
+
+
+def seed_everything(seed: int) -> None:
+    """Seed all random number generators of this process."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)  # noqa: NPY002, timm uses it
+
+
+def chance(device: torch.device) -> tuple[Tensors, Facts]:
+    """The state of all random number generators of this process."""
+    kind, keys, position, has_gauss, gauss = numpy.random.get_state()  # noqa: NPY002
+    version, internal, next_gauss = random.getstate()
+    tensors = {
+        "torch": torch.get_rng_state(),
+        "numpy": torch.from_numpy(numpy.asarray(keys).astype(numpy.int64)),
+        "python": torch.tensor(internal),
+    }
+    if device.type == "cuda":
+        tensors["cuda"] = torch.cuda.get_rng_state(device)
+    return tensors, {
+        "numpy": [kind, int(position), int(has_gauss), float(gauss)],
+        "python": [version, next_gauss],
+    }
+
+
+def set_chance(device: torch.device, tensors: Tensors, facts: Facts) -> None:
+    """Undo `chance`."""
+    torch.set_rng_state(tensors["torch"])
+    kind, position, has_gauss, gauss = facts["numpy"]
+    keys = tensors["numpy"].numpy().astype(numpy.uint32)
+    numpy.random.set_state((kind, keys, position, has_gauss, gauss))  # noqa: NPY002
+    version, next_gauss = facts["python"]
+    random.setstate((version, tuple(tensors["python"].tolist()), next_gauss))
+    if device.type == "cuda" and "cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["cuda"], device)

@@ -1,0 +1,279 @@
+"""Recipes against Appendix E of the paper; their data, order and augmentation."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from cenet.train import RECIPES, Recipe, find_recipe
+from cenet.train.data import Files, Resident, corrupt, digits, image_folders, load
+from cenet.train.loaders import (
+    FilesLoader,
+    ResidentLoader,
+    Shard,
+    epoch_order,
+    evaluation_batches,
+    pixel_statistics,
+)
+from cenet.train.setup import build_loss, build_network, build_optimizer, build_schedule
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("network", "epochs", "batch", "lr", "decay", "schedule"),
+    [
+        ("resnet18", 100, 32, 0.1, 1e-4, "step"),
+        ("resnet50", 100, 32, 0.1, 1e-4, "step"),
+        ("resnet101", 100, 32, 0.1, 1e-4, "step"),
+        ("mobilenetv2_100", 150, 32, 0.05, 4e-5, "cosine"),
+        ("shufflenetv2_x0_5", 240, 128, 0.5, 4e-5, "poly"),
+        ("shufflenetv2_x1_0", 240, 128, 0.5, 4e-5, "poly"),
+        ("vgg16", 160, 256, 0.1, 5e-4, "step"),
+    ],
+)
+@pytest.mark.parametrize("row", ["plain", "se", "bd", "ir", "ce", "iternorm", "sw", "sn"])
+def test_appendix_e(network, epochs, batch, lr, decay, schedule, row):
+    recipe = RECIPES[f"{network}_{row}"]
+    assert (recipe.epochs, recipe.batch_size, recipe.lr) == (epochs, batch, lr)
+    assert (recipe.weight_decay, recipe.schedule, recipe.momentum) == (decay, schedule, 0.9)
+    assert recipe.lr_batch == (256 if network == "vgg16" else 8 * batch)
+    assert recipe.norm == (row if row in ("iternorm", "sw", "sn") else "bn")
+    assert recipe.block == ("plain" if recipe.norm != "bn" else row)
+    assert (recipe.label_smoothing > 0) == network.startswith("shufflenet")
+
+
+def test_every_recipe_says_how_to_be_built_and_goes_through_json():
+    for recipe in RECIPES.values():
+        assert Recipe.from_dict(recipe.as_dict()) == recipe
+    assert len(RECIPES) == 8 * 19
+
+
+def test_unknown_names_and_values_name_the_nearest():
+    with pytest.raises(ValueError, match=r"'resnet5_ce' is not a recipe.*resnet50_ce"):
+        find_recipe("resnet5_ce")
+    with pytest.raises(ValueError, match=r"network='resnet34'.*did you mean resnet50 or resnet18"):
+        Recipe("resnet34")
+    bad = {"epochs": 0, "lr": float("nan"), "label_corruption": 1.5, "milestones": (60, 30)}
+    with pytest.raises(ValueError, match="must be at least 1") as caught:
+        replace(RECIPES["vgg16_ce"], **bad)
+    assert all(f"{name}=" in str(caught.value) for name in bad)
+    with pytest.raises(ValueError, match="not a recipe of this version"):
+        Recipe.from_dict({"network": "vgg16", "flavour": 1})
+
+
+def rates(recipe, updates_per_epoch=10):
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], recipe.lr)
+    schedule = build_schedule(recipe, optimizer, updates_per_epoch=updates_per_epoch)
+    found = []
+    for update in range(recipe.epochs * updates_per_epoch):
+        schedule.step_update(update)
+        found.append(optimizer.param_groups[0]["lr"])
+    return found
+
+
+def test_schedules_are_those_of_their_formulas():
+    step = rates(RECIPES["resnet50_ce"])
+    assert [step[i] for i in (0, 299, 300, 599, 600, 899, 900)] == pytest.approx(
+        [0.1, 0.1, 0.01, 0.01, 1e-3, 1e-3, 1e-4]
+    )
+    cosine = torch.tensor(rates(RECIPES["mobilenetv2_100_ce"]))
+    t = torch.arange(1500) / 1500
+    torch.testing.assert_close(cosine, 0.025 * (1 + torch.cos(torch.pi * t)))
+    poly = torch.tensor(rates(RECIPES["shufflenetv2_x1_0_ce"]))
+    t = torch.arange(2400) / 2400
+    torch.testing.assert_close(poly[50:], 0.5 * (1 - t[50:]))
+    torch.testing.assert_close(poly[:50], 0.5 * torch.arange(50) / 50)
+
+
+def test_all_is_decayed_but_lambda_and_alpha():
+    recipe = RECIPES["digits_ce"]
+    model = build_network(recipe, classes=10, channels=1)
+    decayed, spared = build_optimizer(recipe, model, images_per_update=128).param_groups
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert {names[id(p)].rpartition(".")[2] for p in spared["params"]} == {"mix_logit"}
+    assert spared["weight_decay"] == 0
+    assert len(spared["params"]) + len(decayed["params"]) == len(names)
+    assert decayed["weight_decay"] == recipe.weight_decay
+    assert decayed["lr"] == pytest.approx(2 * recipe.lr)  # for twice the images
+    assert not decayed["nesterov"]
+    bare = build_optimizer(replace(recipe, decay_norms=False), model, images_per_update=64)
+    assert all(p.dim() > 1 for p in bare.param_groups[0]["params"])
+
+
+def test_loss_of_label_smoothing():
+    logits, labels = torch.randn(5, 7), torch.randint(7, (5,))
+    smooth = build_loss(replace(RECIPES["digits_ce"], label_smoothing=0.1))(logits, labels)
+    torch.testing.assert_close(smooth, nn.CrossEntropyLoss(label_smoothing=0.1)(logits, labels))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.333, 1.0])
+def test_label_corruption_is_exact_fixed_and_only_of_training(share):
+    recipe = replace(RECIPES["digits_ce"], label_corruption=share, seed=3)
+    clean, found, again = digits(), load(recipe, None), load(recipe, None)
+    wrong = found.train.labels != clean.train.labels
+    assert wrong.sum() == round(share * len(clean.train.labels))
+    assert torch.equal(found.train.labels, again.train.labels)
+    assert torch.equal(found.test.labels, clean.test.labels)
+    assert torch.equal(found.test.images, clean.test.images)
+    assert found.train.labels.unique().numel() == 10
+    if 0 < share < 1:
+        other = corrupt(clean.train.labels, share, 10, seed=4)
+        assert not torch.equal(other, found.train.labels)
+
+
+def test_processes_share_every_step_and_epochs_differ():
+    order = epoch_order(103, seed=1, epoch=0)
+    assert order.sort().values.tolist() == list(range(103))
+    assert not torch.equal(order, epoch_order(103, seed=1, epoch=1))
+    whole = Shard(103, 12)
+    parts = [Shard(103, 4, rank=rank, world=3) for rank in range(3)]
+    assert whole.steps == parts[0].steps == 8
+    for step in range(8):
+        joined = torch.cat([order[part.places(step)] for part in parts])
+        assert torch.equal(joined, order[whole.places(step)])
+    with pytest.raises(ValueError, match="do not fill one step of 64 images in each of 2"):
+        Shard(103, 64, world=2)
+
+
+def resident(n=40, size=10):
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (n, 3, size, size), dtype=torch.uint8, generator=generator)
+    return Resident(images, torch.arange(n) % 4, ("a", "b", "c", "d"))
+
+
+def test_crops_and_flips_on_the_device():
+    """Every image of an epoch is a crop of its padded original, flipped or not; all kinds occur."""
+    data = resident()
+    loader = ResidentLoader(
+        data, Shard(40, 8), augment="crop_flip", seed=0, device=CPU, channels_last=False
+    )
+    mean, std = pixel_statistics(data, CPU)
+    expected = data.images.double()
+    torch.testing.assert_close(mean.double(), expected.mean((0, 2, 3)), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        std.double(), expected.transpose(0, 1).flatten(1).std(1, correction=0), rtol=1e-6, atol=0
+    )
+    order = epoch_order(40, 0, 0)
+    padded = nn.functional.pad(data.images, (4, 4, 4, 4)).float()
+    kinds = set()
+    for step, (images, labels) in enumerate(loader.epoch(0)):
+        assert images.is_contiguous()
+        for place, (image, label) in enumerate(zip(images, labels, strict=True)):
+            index = order[step * 8 + place]
+            assert label == data.labels[index]
+            raw = (image * std[:, None, None] + mean[:, None, None]).round()
+            matches = [
+                (top, left, flip)
+                for top in range(9)
+                for left in range(9)
+                for flip in (False, True)
+                if torch.equal(
+                    padded[index, :, top : top + 10, left : left + 10],
+                    raw.flip(2) if flip else raw,
+                )
+            ]
+            assert matches
+            kinds.add(matches[0])
+    assert {flip for *_, flip in kinds} == {False, True}
+    assert len({corner for corner, *_ in kinds}) > 4
+
+
+def batches_equal(first, second):
+    pairs = list(zip(first, second, strict=True))
+    assert pairs
+    return all(torch.equal(a, c) and torch.equal(b, d) for (a, b), (c, d) in pairs)
+
+
+def test_an_epoch_can_begin_anywhere():
+    loader = ResidentLoader(
+        resident(), Shard(40, 8), augment="crop_flip", seed=0, device=CPU, channels_last=True
+    )
+    whole = list(loader.epoch(3))
+    assert batches_equal(whole[2:], loader.epoch(3, start=2))
+    assert not torch.equal(whole[0][0], next(loader.epoch(4))[0])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Images of three sizes in four classes."""
+    root = tmp_path_factory.mktemp("images")
+    data = resident(24, 40)
+    for part, places in (("train", range(16)), ("val", range(16, 24))):
+        for i in places:
+            path = root / part / data.classes[int(data.labels[i])] / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            size = (40, 36, 44)[i % 3]
+            image = Image.fromarray(data.images[i].permute(1, 2, 0).numpy())
+            image.resize((size, 40)).save(path)
+    return root
+
+
+@pytest.mark.parametrize("augment", ["imagenet", "crop_flip", "none"])
+def test_files_do_not_depend_on_workers_or_on_where_an_epoch_begins(folder, augment):
+    files = image_folders(folder, 32, resident=True).train
+    assert isinstance(files, Files)
+
+    def loader(workers):
+        return FilesLoader(
+            files, Shard(16, 4), augment=augment, size=32, seed=5, device=CPU,
+            channels_last=True, workers=workers,
+        )  # fmt: skip
+
+    before = torch.get_rng_state()
+    alone = list(loader(0).epoch(1))
+    assert torch.equal(before, torch.get_rng_state())
+    assert batches_equal(alone, loader(2).epoch(1))
+    assert batches_equal(alone[1:], loader(2).epoch(1, start=1))
+    assert alone[0][0].shape == (4, 3, 32, 32)
+    if augment != "none":
+        shown = {round(float(images.sum()), 3) for images, _ in alone}
+        assert shown.isdisjoint(round(float(images.sum()), 3) for images, _ in loader(0).epoch(2))
+
+
+def test_test_images_are_seen_once_over_all_processes(folder):
+    split = image_folders(folder, 32, resident=True)
+    for data in (split.test, resident(23)):
+        seen = []
+        for rank in range(3):
+            batches = evaluation_batches(
+                data, (torch.zeros(3), torch.ones(3)), size=32, batch=2, device=CPU,
+                channels_last=False, rank=rank, world=3,
+            )  # fmt: skip
+            seen += [label for _, labels in batches for label in labels.tolist()]
+        assert sorted(seen) == sorted(data.labels.tolist())
+
+
+def test_folders_in_memory_and_what_is_wrong_with_them(tmp_path):
+    def save(name, size=16):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (size, size), (1, 2, 3)).save(path)
+
+    for name in ("train/a/1.png", "train/b/1.png", "test/a/1.png", "test/b/1.png"):
+        save(name)
+    split = image_folders(tmp_path, 16, resident=True)
+    assert split.train.images.shape == (2, 3, 16, 16)
+    assert split.train.images[0, :, 0, 0].tolist() == [1, 2, 3]
+    save("train/a/2.png", 20)
+    (tmp_path / "train/b/3.jpg").write_bytes(b"no image")
+    with pytest.raises(ValueError, match=r"2 of 4 images cannot be used.*2.png is 20×20.*3.jpg"):
+        image_folders(tmp_path, 16, resident=True)
+    (tmp_path / "train/empty").mkdir()
+    with pytest.raises(ValueError, match="empty has no images"):
+        image_folders(tmp_path, 16, resident=True)
+    save("train/empty/1.png")
+    with pytest.raises(ValueError, match=r"different classes: \['empty'\]"):
+        image_folders(tmp_path, 16, resident=True)
+    with pytest.raises(ValueError, match=r"must have the folders train and test"):
+        image_folders(tmp_path / "train", 16, resident=True)
+    recipe = RECIPES["vgg16_ce"]
+    with pytest.raises(ValueError, match="say where it is with --data"):
+        load(recipe, None)
+    with pytest.raises(ValueError, match="nowhere is not a folder"):
+        load(recipe, tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="the digits are embedded"):
+        load(RECIPES["digits_ce"], tmp_path)

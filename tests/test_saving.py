@@ -1,0 +1,150 @@
+"""Checkpoints: whole or refused, whatever happens while they are written."""
+
+import errno
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from cenet.train import saving
+from cenet.train.saving import DamagedCheckpoint
+
+
+def content(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        "weight": torch.randn(64, 40, generator=generator),
+        "half": torch.randn(33, generator=generator).bfloat16(),
+        "count": torch.tensor(seed),
+        "flags": torch.tensor([True, False]),
+        "empty": torch.zeros(0, 3),
+    }
+    return tensors, {"seed": seed, "loss": 0.1, "nan": float("nan"), "names": ["ä", "b"]}
+
+
+def same(found, expected):
+    tensors, facts = found
+    assert tensors.keys() == expected[0].keys()
+    assert all(torch.equal(tensors[name], value) for name, value in expected[0].items())
+    assert repr(facts) == repr(dict(sorted(expected[1].items())))
+    return True
+
+
+def test_what_is_written_is_read(tmp_path):
+    path = tmp_path / "folder" / "step-000000001.safetensors"
+    shared = torch.arange(6.0)
+    tensors, facts = content()
+    saving.write(path, {**tensors, "view": shared.view(2, 3), "alias": shared}, facts)
+    found, _ = saving.read(path)
+    assert torch.equal(found["view"].flatten(), found["alias"])
+    saving.write(path, tensors, facts)
+    assert same(saving.read(path), content())
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_every_truncation_is_found(tmp_path):
+    path = tmp_path / "step-000000001.safetensors"
+    saving.write(path, *content())
+    whole = path.read_bytes()
+    for length in [*range(0, len(whole), 4096), *range(0, 600, 7), len(whole) - 1]:
+        path.write_bytes(whole[:length])
+        with pytest.raises(DamagedCheckpoint, match=r"step-000000001.safetensors"):
+            saving.read(path)
+    path.write_bytes(whole + b"x")
+    with pytest.raises(DamagedCheckpoint):
+        saving.read(path)
+
+
+def test_every_bit_counts(tmp_path):
+    path = tmp_path / "step-000000001.safetensors"
+    saving.write(path, *content())
+    whole = path.read_bytes()
+    header = int.from_bytes(whole[:8], "little") + 8
+    chance = random.Random(0)
+    places = [chance.randrange(header) for _ in range(400)]
+    places += [chance.randrange(header, len(whole)) for _ in range(200)]
+    for place in places:
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << chance.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            found = saving.read(path)
+        except DamagedCheckpoint:
+            continue
+        pytest.fail(f"a flipped bit in byte {place} was not found: {found[1]}")
+
+
+def test_foreign_files_are_refused(tmp_path):
+    path = tmp_path / "step-000000001.safetensors"
+    save_file({"weight": torch.zeros(2)}, path)
+    with pytest.raises(DamagedCheckpoint, match="was not written by `cenet train`"):
+        saving.read(path)
+    for data in (b"", b"\x80\x04code", b"{}"):
+        path.write_bytes(data)
+        with pytest.raises(DamagedCheckpoint, match="cannot be read as a checkpoint"):
+            saving.read(path)
+    with pytest.raises(DamagedCheckpoint, match="cannot be read as a checkpoint"):
+        saving.read(tmp_path / "none.safetensors")
+
+
+def test_two_are_kept_and_an_older_one_takes_over(tmp_path):
+    assert saving.newest(tmp_path) is None
+    for step in (1, 2, 30):
+        saving.write(saving.checkpoint_path(tmp_path, step), *content(step))
+        saving.forget_old(tmp_path)
+    names = [path.name for path in saving.checkpoints(tmp_path)]
+    assert names == ["step-000000030.safetensors", "step-000000002.safetensors"]
+    path, *found, problems = saving.newest(tmp_path)
+    assert same(found, content(30))
+    assert not problems
+    path.write_bytes(path.read_bytes()[:-9])
+    older, *found, problems = saving.newest(tmp_path)
+    assert same(found, content(2))
+    assert "step-000000030.safetensors" in problems[0]
+    older.write_bytes(b"")
+    with pytest.raises(DamagedCheckpoint, match=r"step-000000030.*step-000000002"):
+        saving.newest(tmp_path)
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch, call):
+    path = saving.checkpoint_path(tmp_path, 1)
+    saving.write(path, *content())
+
+    def fail(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(OSError, match="No space left"):
+        saving.write(path, *content(1))
+    monkeypatch.undo()
+    assert same(saving.read(path), content())
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_hundred_kills_while_saving_leave_a_whole_checkpoint(tmp_path):
+    chance = random.Random(0)
+    saving.write(saving.checkpoint_path(tmp_path, 0), *content(0))
+    step = 0
+    for _ in range(100):
+        child = os.fork()
+        if child == 0:
+            while True:
+                step += 1
+                saving.write(saving.checkpoint_path(tmp_path, step), *content(step))
+                saving.forget_old(tmp_path)
+        time.sleep(chance.uniform(0.0, 0.03))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        _, *found, problems = saving.newest(tmp_path)
+        assert not problems
+        step = found[1]["seed"]
+        assert same(found, content(step))
+    assert step > 100
+    # what was left over or half written goes with the next checkpoint
+    saving.forget_old(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2

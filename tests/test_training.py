@@ -1,0 +1,249 @@
+"""The engine: interrupted and resumed runs equal uninterrupted ones, and bad ends are clear."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from PIL import Image
+
+from cenet.models import create_model
+from cenet.train import RECIPES, saving
+from cenet.train.data import Split, digits, image_folders
+from cenet.train.diagnosis import NonFiniteLoss, first_non_finite
+from cenet.train.engine import WEIGHTS, Interrupted, Options, Trainer
+from cenet.train.logbook import TIMES, read_metrics
+from cenet.train.processes import Processes
+from cenet.train.run import Job, evaluate_run, train
+
+ALONE = Processes(0, 1, torch.device("cpu"))
+TINY = replace(RECIPES["digits_ce"], epochs=2, batch_size=16, warmup_epochs=0.5, accuracy=None)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def few_digits(train=96, test=64):
+    split = digits()
+    return Split(
+        split.train._replace(images=split.train.images[:train], labels=split.train.labels[:train]),
+        split.test._replace(images=split.test.images[:test], labels=split.test.labels[:test]),
+    )
+
+
+@pytest.fixture(scope="module")
+def few_files(tmp_path_factory):
+    root = tmp_path_factory.mktemp("files")
+    split = few_digits(48, 16)
+    for part, data in (("train", split.train), ("test", split.test)):
+        for i, (image, label) in enumerate(zip(data.images, data.labels, strict=True)):
+            path = root / part / str(int(label)) / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image[0].numpy()).resize((20, 18)).save(path)
+    for label in range(10):  # both parts have all classes
+        for part in ("train", "test"):
+            path = root / part / str(label) / "x.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("L", (20, 18), label * 20).save(path)
+    return image_folders(root, 16, resident=False)
+
+
+def trainer(recipe, out, data, **options):
+    return Trainer(recipe, data, Options(out, **options), ALONE)
+
+
+def metrics(out):
+    rows = read_metrics(out / "metrics.jsonl")
+    return [{name: value for name, value in row.items() if name not in TIMES} for row in rows]
+
+
+def assert_same_run(one, other):
+    assert metrics(one) == metrics(other)
+    first, second = (saving.newest(out) for out in (one, other))
+    assert first[0].name == second[0].name
+    assert first[1].keys() == second[1].keys()
+    for name, value in first[1].items():
+        assert torch.equal(value, second[1][name]), name
+    assert (one / WEIGHTS).read_bytes() == (other / WEIGHTS).read_bytes()
+
+
+def stop_at(engine, update):
+    """Have the run interrupted after so many updates."""
+    real = engine._update
+
+    def counted():
+        real()
+        if engine.position.updates == update:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    engine._update = counted
+
+
+VARIATIONS = {
+    "plain": {},
+    "ema, mixup, clipping": {"ema": 0.9, "mixup": 0.2, "clip_grad": 1.0, "label_smoothing": 0.1},
+    "accumulation": {"accumulate": 2, "augment": "crop_flip"},
+    "bfloat16": {"precision": "bfloat16", "schedule": "step", "milestones": (1,)},
+}
+
+
+@pytest.mark.parametrize("name", VARIATIONS)
+def test_an_interrupted_run_equals_an_uninterrupted_one(name, tmp_path):
+    recipe = replace(TINY, **VARIATIONS[name])
+    whole = trainer(recipe, tmp_path / "whole", few_digits())
+    whole.run()
+    updates = whole.position.updates
+    for update in random.Random(name).sample(range(1, updates), 2):
+        out = tmp_path / f"at {update}"
+        first = trainer(recipe, out, few_digits())
+        stop_at(first, update)
+        with pytest.raises(Interrupted):
+            first.run()
+        assert saving.newest(out)[2]["position"]["updates"] == update
+        torch.manual_seed(99)  # nothing of this process may matter
+        second = trainer(recipe, out, few_digits())
+        assert "resuming from step-" in second.resume()
+        second.run()
+        assert_same_run(tmp_path / "whole", out)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_interrupted_run_over_files(workers, few_files, tmp_path):
+    recipe = replace(TINY, augment="imagenet", image_size=16, dataset="imagenet")
+    trainer(recipe, tmp_path / "whole", few_files, workers=0).run()
+    first = trainer(recipe, tmp_path / "cut", few_files, workers=workers)
+    stop_at(first, 2)
+    with pytest.raises(Interrupted):
+        first.run()
+    second = trainer(recipe, tmp_path / "cut", few_files, workers=workers)
+    second.resume()
+    second.run()
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_a_run_explains_itself_and_can_be_evaluated(tmp_path):
+    out = tmp_path / "run"
+    row = train(Job(replace(TINY, epochs=1, batch_size=64), Options(out), device="cpu"))
+    about = json.loads((out / "run.json").read_text())
+    assert about["recipe"]["network"] == "vgg6"
+    assert {"torch", "commit", "device", "command", "threads"} <= about["environment"].keys()
+    assert (out / "metrics.csv").read_text().startswith("epoch,updates,lr,train_loss")
+    found = evaluate_run(out, device="cpu")
+    assert found == {name: row[name] for name in ("test_loss", "test_top1", "test_top5")}
+    (out / WEIGHTS).unlink()
+    assert evaluate_run(out, device="cpu") == found
+    with pytest.raises(ValueError, match="holds a run already; go on with it by --resume auto"):
+        train(Job(TINY, Options(out), device="cpu"))
+    with pytest.raises(ValueError, match="another run: batch_size was 64 and is 16; epochs was"):
+        train(Job(TINY, Options(out, resume="auto"), device="cpu"))
+    with pytest.raises(ValueError, match=r"is not a folder of `cenet train`"):
+        evaluate_run(tmp_path)
+
+
+def test_a_finished_run_stays_finished(tmp_path):
+    job = Job(replace(TINY, epochs=1, batch_size=256), Options(tmp_path, resume="auto"))
+    row = train(job)
+    before = (tmp_path / WEIGHTS).read_bytes()
+    assert train(job) == row
+    assert (tmp_path / WEIGHTS).read_bytes() == before
+
+
+def test_a_loss_that_is_not_finite_is_diagnosed_and_the_last_good_checkpoint_kept(tmp_path):
+    engine = trainer(replace(TINY, epochs=3), tmp_path, few_digits())
+    real = engine._update
+
+    def spoiled():
+        real()
+        if engine.position.updates == 8:
+            with torch.no_grad():
+                engine.network.features[7].weight[3] = torch.nan
+
+    engine._update = spoiled
+    with pytest.raises(NonFiniteLoss, match=r"epoch 2, update 8: parameter features.7.weight"):
+        engine.run()
+    tensors = saving.newest(tmp_path)[1]
+    assert all(value.isfinite().all() for value in tensors.values() if value.is_floating_point())
+
+
+def test_the_first_layer_that_is_not_finite_is_named():
+    model = create_model("vgg6", "plain", in_chans=1)
+    x = torch.randn(4, 1, 8, 8)
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    assert "all layers are finite" in first_non_finite(model, x)
+    assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))
+    assert first_non_finite(model, x * torch.inf) == "the images are not finite"
+    with torch.no_grad():
+        model.features[4].running_var.fill_(-1)
+    model.eval()
+    found = first_non_finite(model, x)
+    assert found == "the output of layer features.4 is the first that is not finite"
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "cenet", *arguments]
+
+
+SMALL = ("--epochs", "2", "--batch-size", "128", "--device", "cpu", "--warmup-epochs", "0.5")
+
+
+def run(*arguments):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command(*arguments), capture_output=True, text=True, env=environment)
+
+
+def test_signals_and_kills_through_the_command_line(tmp_path):
+    """SIGTERM saves and exits with 75, SIGKILL loses what came after the last checkpoint; both
+    resume to the same end."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    arguments = ("train", "digits_ce", *SMALL, "--checkpoint-every", "1")
+    done = run(*arguments, "--out", str(whole))
+    assert done.returncode == 0, done.stderr
+    assert "test top-1" in done.stdout
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for kind, code in ((signal.SIGTERM, 75), (signal.SIGKILL, -9)):
+        process = subprocess.Popen(
+            command(*arguments, "--out", str(cut), "--resume", "auto"), env=environment,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        before = {path.name for path in saving.checkpoints(cut)}
+        while process.poll() is None and {p.name for p in saving.checkpoints(cut)} <= before:
+            time.sleep(0.005)
+        process.send_signal(kind)
+        process.communicate(timeout=60)
+        assert process.returncode == code
+    last = run(*arguments, "--out", str(cut), "--resume", "auto")
+    assert last.returncode == 0, last.stderr
+    assert "resuming from step-" in last.stdout
+    assert_same_run(whole, cut)
+    found = run("eval", str(cut), "--device", "cpu")
+    assert found.returncode == 0, found.stderr
+    assert "test_top1 " in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("train", "digits_c"), "'digits_c' is not a recipe (did you mean digits_ce"),
+        (("train", "digits_ce", "--lr", "-1"), "lr=-1.0 must be at least"),
+        (("train", "digits_ce", "--blok", "ce"), "Perhaps you meant"),
+        (("train", "vgg16_ce"), "cifar10 is not embedded; say where it is with --data FOLDER"),
+        (("train", "digits_ce", "--out", "/proc/nowhere"), "/proc/nowhere"),
+        (("eval", "nowhere"), "nowhere is not a folder of `cenet train`"),
+    ],
+)
+def test_bad_input_gets_one_clear_error(arguments, message):
+    result = run(*arguments)
+    assert result.returncode != 0
+    assert message in " ".join(result.stderr.split())
+    assert "Traceback" not in result.stderr
