@@ -55,7 +55,14 @@ LEVELS = [
     (
         *("train.recipes", "train.data", "train.loaders", "train.saving", "train.snapshot"),
         *("train.processes", "train.setup", "train.interrupts", "train.diagnosis"),
-        *("train.evaluation", "train.logbook", "train.engine", "train.run", "train.command"),
+        *(
+            "train.evaluation",
+            "train.logbook",
+            "train.options",
+            "train.engine",
+            "train.run",
+            "train.command",
+        ),
         "train",
     ),
     ("cli", "__main__"),

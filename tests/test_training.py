@@ -13,12 +13,14 @@ import pytest
 import torch
 from PIL import Image
 
+from cenet.cli import main
 from cenet.models import create_model
 from cenet.train import RECIPES, saving
 from cenet.train.data import Split, digits, image_folders
 from cenet.train.diagnosis import NonFiniteLoss, first_non_finite
-from cenet.train.engine import WEIGHTS, Interrupted, Options, Trainer
+from cenet.train.engine import WEIGHTS, Interrupted, Trainer
 from cenet.train.logbook import TIMES, read_metrics
+from cenet.train.options import Options
 from cenet.train.processes import Processes
 from cenet.train.run import Job, evaluate_run, train
 
@@ -190,45 +192,43 @@ def test_the_first_layer_that_is_not_finite_is_named():
     assert found == "the output of layer features.4 is the first that is not finite"
 
 
-def command(*arguments):
-    return [sys.executable, "-m", "cenet", *arguments]
-
-
 SMALL = ("--epochs", "2", "--batch-size", "128", "--device", "cpu", "--warmup-epochs", "0.5")
 
 
-def run(*arguments):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command(*arguments), capture_output=True, text=True, env=environment)
+def call(monkeypatch, *arguments):
+    """The command, in this process."""
+    monkeypatch.setattr(sys, "argv", ["cenet", *arguments])
+    main()
 
 
-def test_signals_and_kills_through_the_command_line(tmp_path):
+def test_signals_and_kills_through_the_command_line(tmp_path, monkeypatch, capsys):
     """SIGTERM saves and exits with 75, SIGKILL loses what came after the last checkpoint; both
     resume to the same end."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     arguments = ("train", "digits_ce", *SMALL, "--checkpoint-every", "1")
-    done = run(*arguments, "--out", str(whole))
-    assert done.returncode == 0, done.stderr
-    assert "test top-1" in done.stdout
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    call(monkeypatch, *arguments, "--out", str(whole))
+    assert "test top-1" in capsys.readouterr().out
+    resumed = (*arguments, "--out", str(cut), "--resume", "auto")
     for kind, code in ((signal.SIGTERM, 75), (signal.SIGKILL, -9)):
-        process = subprocess.Popen(
-            command(*arguments, "--out", str(cut), "--resume", "auto"), env=environment,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        process = subprocess.Popen([sys.executable, "-m", "cenet", *resumed])
         before = {path.name for path in saving.checkpoints(cut)}
         while process.poll() is None and {p.name for p in saving.checkpoints(cut)} <= before:
             time.sleep(0.005)
         process.send_signal(kind)
-        process.communicate(timeout=60)
-        assert process.returncode == code
-    last = run(*arguments, "--out", str(cut), "--resume", "auto")
-    assert last.returncode == 0, last.stderr
-    assert "resuming from step-" in last.stdout
+        assert process.wait(timeout=60) == code
+    call(monkeypatch, *resumed)
+    assert "resuming from step-" in capsys.readouterr().out
     assert_same_run(whole, cut)
-    found = run("eval", str(cut), "--device", "cpu")
-    assert found.returncode == 0, found.stderr
-    assert "test_top1 " in found.stdout
+    call(monkeypatch, "eval", str(cut), "--device", "cpu")
+    assert "test_top1 " in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_digits_reach_the_accuracy_of_their_recipe_and_are_deterministic(tmp_path):
+    recipe = RECIPES["digits_ce"]
+    rows = [train(Job(recipe, Options(tmp_path / name), device="cpu")) for name in "ab"]
+    assert rows[0]["test_top1"] >= recipe.accuracy
+    assert_same_run(tmp_path / "a", tmp_path / "b")
 
 
 @pytest.mark.parametrize(
@@ -236,14 +236,24 @@ def test_signals_and_kills_through_the_command_line(tmp_path):
     [
         (("train", "digits_c"), "'digits_c' is not a recipe (did you mean digits_ce"),
         (("train", "digits_ce", "--lr", "-1"), "lr=-1.0 must be at least"),
+        (("train", "digits_ce", "--log-every", "0"), "log_every=0 must be at least 1"),
         (("train", "digits_ce", "--blok", "ce"), "Perhaps you meant"),
         (("train", "vgg16_ce"), "cifar10 is not embedded; say where it is with --data FOLDER"),
         (("train", "digits_ce", "--out", "/proc/nowhere"), "/proc/nowhere"),
         (("eval", "nowhere"), "nowhere is not a folder of `cenet train`"),
     ],
 )
-def test_bad_input_gets_one_clear_error(arguments, message):
-    result = run(*arguments)
-    assert result.returncode != 0
-    assert message in " ".join(result.stderr.split())
-    assert "Traceback" not in result.stderr
+def test_bad_input_gets_one_clear_error(arguments, message, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as caught:
+        call(monkeypatch, *arguments)
+    assert caught.value.code != 0
+    said = f"{caught.value.code} {capsys.readouterr().err}"
+    assert message in " ".join(said.replace("│", " ").split())
+
+
+def test_recipes_are_listed(monkeypatch, capsys):
+    call(monkeypatch, "recipes")
+    said = capsys.readouterr().out
+    assert all(
+        name in said for name in ("shufflenetv2_x0_5", "digits", "leaky_relu_ce", "iternorm")
+    )

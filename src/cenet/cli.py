@@ -225,6 +225,13 @@ def evaluate(
 
 def train(arguments: list[str]) -> None:
     """Train by a recipe: `cenet train RECIPE [--field value ...]`."""
+    from cenet.train.recipes import find_recipe
+
+    if arguments and not arguments[0].startswith("-"):
+        try:
+            find_recipe(arguments[0])  # before the imports that take seconds
+        except ValueError as error:
+            raise SystemExit(str(error)) from error
     from cenet.train.command import parse, run
 
     run(parse(arguments))

@@ -7,8 +7,9 @@ from typing import Annotated, Any
 import tyro
 
 from cenet.train.diagnosis import NonFiniteLoss
-from cenet.train.engine import Interrupted, Options
+from cenet.train.engine import Interrupted
 from cenet.train.interrupts import INTERRUPTED
+from cenet.train.options import Options
 from cenet.train.recipes import RECIPES, find_recipe
 from cenet.train.run import Job, train
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors.torch import save
@@ -14,7 +14,8 @@ from timm.utils.model_ema import ModelEmaV3
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cenet.train import saving, snapshot
+import cenet.train.saving as saving
+import cenet.train.snapshot as snapshot
 from cenet.train.data import Resident, Split
 from cenet.train.diagnosis import NonFiniteLoss, first_non_finite
 from cenet.train.evaluation import evaluate
@@ -27,6 +28,7 @@ from cenet.train.loaders import (
     seed_of,
 )
 from cenet.train.logbook import Logbook, environment, progress_bar
+from cenet.train.options import Options
 from cenet.train.processes import Processes, any_of, gathered, total
 from cenet.train.recipes import Recipe
 from cenet.train.setup import (
@@ -39,32 +41,6 @@ from cenet.train.setup import (
 
 PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 WEIGHTS = "weights.safetensors"
-
-
-@dataclass(frozen=True)
-class Options:
-    """Where and how a recipe runs; none of it moves a number by more than rounding.
-
-    Attributes:
-        out: folder of the run.
-        resume: auto goes on from the newest whole checkpoint in `out`, never refuses to touch a
-            folder that has one.
-        workers: processes that decode image files.
-        channels_last: memory layout of images and weights.
-        compile: torch.compile the network.
-        cuda_graphs: and replay it as CUDA graphs.
-        checkpoint_every: updates between checkpoints; 0 writes one after each epoch only.
-        log_every: updates between looks at the loss.
-    """
-
-    out: Path
-    resume: Literal["auto", "never"] = "never"
-    workers: int = 2
-    channels_last: bool = False
-    compile: bool = False
-    cuda_graphs: bool = False
-    checkpoint_every: int = 0
-    log_every: int = 50
 
 
 @dataclass

@@ -4,17 +4,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from safetensors.torch import load_file
 
-from cenet.train import processes, saving, snapshot
+import cenet.train.processes as processes
+import cenet.train.saving as saving
+import cenet.train.snapshot as snapshot
 from cenet.train.data import Resident, Split, load
-from cenet.train.engine import WEIGHTS, Options, Trainer
+from cenet.train.engine import WEIGHTS, Trainer
 from cenet.train.evaluation import evaluate
 from cenet.train.logbook import read_recipe
+from cenet.train.options import Options
 from cenet.train.recipes import Recipe
 from cenet.train.setup import build_network
 
 Device = Literal["auto", "cpu", "cuda"]
+SMALL = 32  # pixels
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ def train(job: Job) -> dict[str, Any]:
         Interrupted, NonFiniteLoss: see `Trainer.run`.
     """
     own = processes.start(job.device)
+    _set_threads(job)
     try:
         _check_folder(job.options, own)
         trainer = Trainer(job.recipe, load(job.recipe, job.data), job.options, own)
@@ -53,6 +59,13 @@ def train(job: Job) -> dict[str, Any]:
         return trainer.run()
     finally:
         processes.finish()
+
+
+def _set_threads(job: Job) -> None:
+    if job.options.threads is not None:
+        torch.set_num_threads(job.options.threads)
+    elif job.recipe.image_size < SMALL:
+        torch.set_num_threads(1)
 
 
 def _check_folder(options: Options, own: processes.Processes) -> None:

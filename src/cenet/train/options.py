@@ -1,0 +1,43 @@
+"""Where and how a recipe runs."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Options:
+    """Where and how a recipe runs; none of it moves a number by more than rounding.
+
+    Attributes:
+        out: folder of the run.
+        resume: auto goes on from the newest whole checkpoint in `out`, never refuses to touch a
+            folder that has one.
+        workers: processes that decode image files.
+        channels_last: memory layout of images and weights.
+        compile: torch.compile the network.
+        cuda_graphs: and replay it as CUDA graphs.
+        checkpoint_every: updates between checkpoints; 0 writes one after each epoch only.
+        log_every: updates between looks at the loss.
+        threads: of a CPU; by default torch's own number, or 1 for images of fewer than 32 pixels,
+            where threads would spend their time waiting for each other.
+    """
+
+    out: Path
+    resume: Literal["auto", "never"] = "never"
+    workers: int = 2
+    channels_last: bool = False
+    compile: bool = False
+    cuda_graphs: bool = False
+    checkpoint_every: int = 0
+    log_every: int = 50
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that make no sense."""
+        for name, least in (("workers", 0), ("checkpoint_every", 0), ("log_every", 1)):
+            value = getattr(self, name)
+            if value < least:
+                raise ValueError(f"{name}={value} must be at least {least}")
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"threads={self.threads} must be at least 1")
