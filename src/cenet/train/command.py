@@ -1,5 +1,6 @@
 """`cenet train RECIPE [--field value ...]`: parse, run, and say in one line what went wrong."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,13 +39,19 @@ def run(job: Job) -> None:
     try:
         row = train(job)
     except Interrupted:
-        print(f"interrupted and saved; go on with --resume auto --out {job.options.out}")
+        if _is_first():
+            print(f"interrupted and saved; go on with --resume auto --out {job.options.out}")
         sys.exit(INTERRUPTED)
     except (ValueError, OSError, NonFiniteLoss) as error:
         raise SystemExit(str(error)) from error
-    if row:
+    if row and _is_first():
         print(
             f"epoch {row['epoch']}: test top-1 {row['test_top1']:.2%}, top-5 "
             f"{row['test_top5']:.2%}, loss {row['test_loss']:.4f}; everything is in "
             f"{job.options.out}"
         )
+
+
+def _is_first() -> bool:
+    """Whether this is the process that talks."""
+    return os.environ.get("RANK", "0") == "0"
