@@ -296,13 +296,14 @@ class Trainer:
         """Write a checkpoint; all processes take part."""
         own = snapshot.chance(self.processes.device)
         chances = gathered(own, self.processes)
+        sums = total(self.position.sums, self.processes)
         if not self.processes.is_first:
             return
         momenta, optimizer = snapshot.optimizer_state(self.optimizer)
         tensors = {
             **snapshot.named("model", snapshot.module_state(self.network)),
             **snapshot.named("optimizer", momenta),
-            "position.sums": self.position.sums,
+            "position.sums": sums,
         }
         if self.ema is not None:
             tensors |= snapshot.named("ema", snapshot.module_state(self.ema.module))
@@ -345,6 +346,8 @@ class Trainer:
         per_step = self.recipe.batch_size * self.processes.world
         position["step"] = facts["images"] // per_step
         sums = tensors["position.sums"].to(self.processes.device)
+        if not self.processes.is_first:  # they are those of all processes
+            sums = torch.zeros_like(sums)
         self.position = Position(**position, sums=sums)
         rank = self.processes.rank
         if rank < len(facts["chance"]):
