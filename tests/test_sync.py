@@ -29,11 +29,11 @@ from cenet import (
     InstanceReweighting2d,
     NormCE2d,
     convert_sync_ce,
-    insert_ce_,
     ops,
     revert_sync_ce,
     update_ce_stats,
 )
+from cenet.nn import ce_layers
 from cenet.nn.ranks import SyncGroup
 from cenet.nn.sync import sync_bytes
 
@@ -424,15 +424,31 @@ def test_bytes_of_a_message(module, numbers):
     assert sync_bytes(nn.Sequential(module, nn.Conv2d(3, 3, 1))) == 4 * numbers
 
 
+def test_the_table_of_the_documentation_is_computed():
+    import timm
+
+    import cenet.models  # noqa: F401
+
+    page = Path(__file__).parent.parent / "docs" / "scaling.md"
+    rows = [
+        row.split("|")[1:-1] for row in page.read_text().splitlines() if row.startswith("| `ce")
+    ]
+    assert len(rows) == 6
+    for name, layers, numbers, megabytes, *traffic in rows:
+        with torch.device("meta"):
+            model = timm.create_model(name.strip(" `"))
+        b, gradients = sync_bytes(model), 4 * sum(p.numel() for p in model.parameters())
+        assert int(layers) == len(list(ce_layers(model)))
+        assert int(numbers) == b
+        assert float(megabytes) == pytest.approx(gradients / 1e6, abs=0.05)
+        for ranks, cell in zip((8, 64, 1024), traffic, strict=True):
+            own, other = map(float, cell.split("/"))
+            assert own == pytest.approx(2 * (ranks - 1) * b / 1e6, abs=0.05)
+            assert other == pytest.approx(2 * (ranks - 1) / ranks * gradients / 1e6, abs=0.05)
+
+
 def test_bytes_leave_out_frozen_layers():
     module = nn.Sequential(ChannelEquilibrium2d(64), ChannelEquilibrium2d(64))
     both = sync_bytes(module)
     module[0].freeze()
     assert sync_bytes(module) == both // 2
-
-
-def test_layers_put_in_later_are_not_synchronized():
-    model = nn.Sequential(nn.Conv2d(3, 24, 3), nn.BatchNorm2d(24), nn.ReLU(), nn.Conv2d(24, 4, 3))
-    insert_ce_(model)
-    convert_sync_ce(model)
-    assert model[1].ce.sync is not None
