@@ -247,10 +247,13 @@ def test_one_pixel_per_rank_is_enough_for_decorrelation():
         assert_close(name, results[0]["buffers"][name].double(), buffer.double(), EXACT)
 
 
-def test_one_value_in_all_gives_the_shift_and_finite_statistics():
-    results = [result["small"]["one in all"] for result in together(2)]
-    assert all(buffer.isfinite().all() for r in results for buffer in r["buffers"].values())
-    assert results[0]["y"].isfinite().all()
+def test_one_value_in_all_is_not_counted_by_the_norm():
+    before = dict(layer("bn+bd").norm.named_buffers())
+    for result in together(2):
+        result = result["small"]["one in all"]
+        assert all(buffer.isfinite().all() for buffer in result["buffers"].values())
+        assert all(torch.equal(result["buffers"][f"norm.{n}"], b) for n, b in before.items())
+        assert result["y"].isfinite().all()
 
 
 def test_without_images_anywhere_nothing_changes():

@@ -23,10 +23,8 @@ class Statistics(NamedTuple):
     pixels: int | Tensor  # values of a channel; a tensor if ranks were merged
 
     def unbiased_var(self) -> Tensor:
-        """The variance as batch norms store it. One value alone has none, and keeps 0."""
+        """The variance as batch norms store it; NaN of one value, which averages leave out."""
         assert self.var is not None
-        if isinstance(self.pixels, Tensor):
-            return self.var * (self.pixels / (self.pixels - 1).clamp_min(1))
         return self.var * (self.pixels / (self.pixels - 1))
 
     def counted(self, value: Tensor) -> Tensor:
