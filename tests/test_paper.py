@@ -404,14 +404,14 @@ class TestAppendixB:
 
     def batch_mean_and_var(self) -> tuple[Tensor, Tensor]:
         """Eq. BN, from the instance moments alone."""
-        mean, var, _, _ = F.moments(self.x, CHANNELS)
+        mean, var, *_ = F.moments(self.x, CHANNELS)
         return mean.mean(0), var.mean(0) + mean.var(0, correction=0)
 
     def scale(self) -> Tensor:
         return self.gamma * self.batch_mean_and_var()[1].rsqrt()
 
     def test_instance_moments_are_biased_averages_over_pixels(self):
-        mean, var, _, pixels = F.moments(self.x, CHANNELS)
+        mean, var, _, pixels, _ = F.moments(self.x, CHANNELS)
         assert pixels == 20
         assert_close(mean, self.x.mean((2, 3)))
         assert_close(var, self.x.var((2, 3), correction=0))
@@ -444,7 +444,7 @@ class TestAppendixB:
             assert_close(trace(sigma[group]), gamma.square().sum())
 
     def test_size_of_gamma_moves_instance_reweighting_but_not_decorrelation(self):
-        _, var, cov, _ = F.moments(self.x, CHANNELS)
+        _, var, cov, *_ = F.moments(self.x, CHANNELS)
         scale = self.scale()
         assert_close(F.decorrelation(cov, scale / 10), F.decorrelation(cov, scale))
         assert_close(F.inverse_std(var, scale / 10, eps=0), 10 * F.inverse_std(var, scale, eps=0))
@@ -483,7 +483,7 @@ class TestMovingAverage:
             layer(batch)
         before = layer.bd.running_inv_sqrt.clone(), layer.ir.running_inv_std.clone()
         layer(batches[8])
-        _, var, cov, _ = F.moments(batches[8], CHANNELS)
+        _, var, cov, *_ = F.moments(batches[8], CHANNELS)
         ones = torch.ones(CHANNELS, dtype=torch.float64)
         inv_sqrt, inv_std = F.decorrelation(cov, ones), F.inverse_std(var, ones)
         assert_close(layer.bd.running_inv_sqrt, 0.8 * before[0] + 0.2 * inv_sqrt)

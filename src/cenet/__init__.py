@@ -9,6 +9,8 @@ from cenet.nn import (
     ChannelEquilibrium2d,
     InstanceReweighting2d,
     NormCE2d,
+    convert_sync_ce,
+    revert_sync_ce,
 )
 from cenet.surgery import CESite, ce_sites, freeze_ce_, insert_ce_, remove_ce_, unfreeze_ce_
 
@@ -21,12 +23,14 @@ __all__ = [
     "InstanceReweighting2d",
     "NormCE2d",
     "ce_sites",
+    "convert_sync_ce",
     "fold_ce",
     "freeze_ce_",
     "functional",
     "insert_ce_",
     "load_released_ce_",
     "remove_ce_",
+    "revert_sync_ce",
     "unfreeze_ce_",
     "update_ce_stats",
 ]

@@ -220,7 +220,7 @@ def _set_weights(conv: nn.Conv2d, new: ConvWeights) -> None:
 
 def _norm_affine(conv: nn.Conv2d, norm: nn.Module) -> tuple[Tensor, Tensor]:
     example = conv.weight.new_empty(1, conv.out_channels, 1, 1)
-    return affine(norm, example, None, batch=False)
+    return affine(norm, example, None)
 
 
 def _fold_norm(conv: nn.Conv2d, norm: nn.Module) -> None:

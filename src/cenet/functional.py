@@ -43,6 +43,7 @@ class Moments(NamedTuple):
     var: Tensor  # (N, C)
     cov: Tensor | None  # (G, K, K)
     pixels: int  # L
+    window_mean: Tensor | None = None  # (N, C), of what cov is taken of: x, or its pooled windows
 
 
 class Gate(NamedTuple):
@@ -62,7 +63,7 @@ class Coefficients(NamedTuple):
     c: Tensor  # (N, C) or (1, C)
 
 
-def _full_precision(function: Callable[Params, Result]) -> Callable[Params, Result]:
+def full_precision(function: Callable[Params, Result]) -> Callable[Params, Result]:
     """Disable autocast around `function`, whose first argument is a tensor."""
 
     @wraps(function)
@@ -91,7 +92,7 @@ def num_groups(channels: int, group_size: int) -> int:
     return -(-channels // group_size)
 
 
-def _grouped(values: Tensor, group_size: int) -> Tensor:
+def grouped(values: Tensor, group_size: int) -> Tensor:
     """(…, C) -> (…, G, K), the last group padded with zeros."""
     channels = values.shape[-1]
     groups = num_groups(channels, group_size)
@@ -129,7 +130,7 @@ class _Moments(torch.autograd.Function):
         inside = centered @ centered.mT / (height * width)
         inside = inside.reshape(n, -1, group_size, group_size)
         between = (mean - mean.mean(0)) + (rest - rest.mean(0))
-        between = _grouped(between, group_size).transpose(0, 1)  # (G, N, K)
+        between = grouped(between, group_size).transpose(0, 1)  # (G, N, K)
         var = inside.diagonal(dim1=-2, dim2=-1).flatten(1)[:, :channels]
         return mean, var.contiguous(), inside.mean(0) + between.mT @ between / n
 
@@ -146,13 +147,13 @@ class _Moments(torch.autograd.Function):
         n, channels, height, width = x.shape
         P = (grad_cov + grad_cov.mT) / (n * height * width)
         d = 2 / (height * width) * grad_var
-        P_mean = P @ _grouped(mean.mean(0), ctx.group_size)[:, :, None]
+        P_mean = P @ grouped(mean.mean(0), ctx.group_size)[:, :, None]
         c = grad_mean / (height * width) - d * mean - P_mean.flatten()[:channels]
         # not through its decorator: dynamo cannot follow a change of autocast inside a backward
         return mix.__wrapped__(x, P, d, c), None  # type: ignore[attr-defined]
 
 
-@_full_precision
+@full_precision
 def moments(
     x: Tensor, group_size: int | None = 16, pool: int = 1, sign: Tensor | None = None
 ) -> Moments:
@@ -179,11 +180,12 @@ def moments(
     if pool > 1:
         sign = torch.ones_like(mean[0]) if sign is None else sign.to(x.dtype)
         pooled = max_pool2d(sign[:, None, None] * x, pool, ceil_mode=True) * sign[:, None, None]
-        _, _, cov = _Moments.apply(pooled, group_size)
-    return Moments(mean, var, cov, pixels)
+        window_mean, _, cov = _Moments.apply(pooled, group_size)
+        return Moments(mean, var, cov, pixels, window_mean)
+    return Moments(mean, var, cov, pixels, mean)
 
 
-@_full_precision
+@full_precision
 def newton_inverse_sqrt(sigma: Tensor, steps: int = 3) -> Tensor:
     """Newton iterate for (Σ / tr Σ)^{-1/2} after `steps` steps, Eq. Newtoniter.
 
@@ -206,7 +208,7 @@ def newton_inverse_sqrt(sigma: Tensor, steps: int = 3) -> Tensor:
     return z
 
 
-@_full_precision
+@full_precision
 def decorrelation(cov: Tensor, scale: Tensor, newton_steps: int = 3) -> Tensor:
     """Batch decorrelation operator W of each group, from the covariance of x and the norm's scale.
 
@@ -216,8 +218,8 @@ def decorrelation(cov: Tensor, scale: Tensor, newton_steps: int = 3) -> Tensor:
     Shape: cov (G, K, K), scale (C,) -> (G, K, K).
     """
     group_size = cov.shape[-1]
-    scale_GK = _grouped(scale, group_size)
-    valid_GK = _grouped(torch.ones_like(scale), group_size)
+    scale_GK = grouped(scale, group_size)
+    valid_GK = grouped(torch.ones_like(scale), group_size)
     sigma = cov * scale_GK[:, :, None] * scale_GK[:, None, :]
     trace = sigma.diagonal(dim1=-2, dim2=-1).sum(-1)
     ridge = RIDGE * trace / valid_GK.sum(-1) + RIDGE_FLOOR
@@ -234,7 +236,7 @@ def inverse_std(var: Tensor, scale: Tensor, eps: float = 1e-5) -> Tensor:
     return ((var * scale.square()).mean() + eps).rsqrt()
 
 
-@_full_precision
+@full_precision
 def instance_gate(variance: Tensor, gate: Gate) -> Tensor:
     """Gate of instance reweighting in (0, 1): sigmoid(W2 relu(LN(W1 variance_n))) (Eq. reparam2).
 
@@ -257,7 +259,7 @@ def instance_gain(var: Tensor, scale: Tensor, inv_std: Tensor, gate: Gate) -> Te
     return instance_gate(var * scale.square() * inv_std.square(), gate) * inv_std
 
 
-@_full_precision
+@full_precision
 def coefficients(
     scale: Tensor,
     shift: Tensor,
@@ -284,8 +286,8 @@ def coefficients(
     if inv_sqrt is not None:
         group_size = inv_sqrt.shape[-1]
         weighted = inv_sqrt if lam is None else lam * inv_sqrt
-        matrix = weighted * _grouped(scale, group_size)[:, None, :]
-        shifted = weighted @ _grouped(shift, group_size)[:, :, None]
+        matrix = weighted * grouped(scale, group_size)[:, None, :]
+        shifted = weighted @ grouped(shift, group_size)[:, :, None]
         c = c + shifted.flatten()[: shift.numel()]
     if gain is not None:
         weighted = gain if lam is None else (1 - lam) * gain
@@ -298,7 +300,7 @@ def coefficients(
     return Coefficients(matrix, d, c)
 
 
-@_full_precision
+@full_precision
 def mix(x: Tensor, P: Tensor | None, d: Tensor | None, c: Tensor) -> Tensor:
     """y = P·x + d_n ⊙ x + c_n, P acting inside each group of channels.
 
@@ -310,9 +312,9 @@ def mix(x: Tensor, P: Tensor | None, d: Tensor | None, c: Tensor) -> Tensor:
         return torch.addcmul(c[:, :, None, None], d[:, :, None, None], values).to(x.dtype)
     n, channels, height, width = x.shape
     groups, group_size, _ = P.shape
-    operator = P if d is None else P + torch.diag_embed(_grouped(d, group_size))
+    operator = P if d is None else P + torch.diag_embed(grouped(d, group_size))
     y = torch.baddbmm(
-        _grouped(c, group_size).expand(n, -1, -1).reshape(n * groups, group_size, 1),
+        grouped(c, group_size).expand(n, -1, -1).reshape(n * groups, group_size, 1),
         operator.expand(n, -1, -1, -1).reshape(n * groups, group_size, group_size),
         _grouped_pixels(values, group_size),
     )
@@ -355,7 +357,7 @@ def channel_equilibrium(
     dtype = statistics_dtype(x)
     scale = x.new_ones(x.shape[1], dtype=dtype) if scale is None else scale.to(dtype)
     shift = torch.zeros_like(scale) if shift is None else shift.to(dtype)
-    _, var, cov, _ = moments(x, group_size if inv_sqrt is None else None, pool, sign_of(scale))
+    _, var, cov, *_ = moments(x, group_size if inv_sqrt is None else None, pool, sign_of(scale))
     if inv_sqrt is None:
         assert cov is not None
         inv_sqrt = decorrelation(cov, scale, newton_steps)

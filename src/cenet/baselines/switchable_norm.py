@@ -61,7 +61,7 @@ class SwitchableNorm2d(BaselineNorm2d):
 
     def normalize(self, x: Tensor, *, batch: bool) -> Tensor:
         """See `BaselineNorm2d.normalize`."""
-        mean, var, _, _ = F.moments(x, group_size=None)
+        mean, var, *_ = F.moments(x, group_size=None)
         layer_mean, layer_var = merged(mean, var, 1)
         if batch:
             batch_mean, batch_var = merged(mean, var, 0)

@@ -61,7 +61,7 @@ def instance_moments(x: Tensor, group_size: int) -> InstanceMoments:
     """
     n, channels = x.shape[:2]
     flat = _as_one_sample(x, group_size)
-    mean, var, cov, _ = F.moments(flat, group_size)
+    mean, var, cov, *_ = F.moments(flat, group_size)
     assert cov is not None
     groups = F.num_groups(channels, group_size)
     return InstanceMoments(

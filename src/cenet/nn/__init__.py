@@ -4,6 +4,7 @@ from cenet.nn.base import EquilibriumLayer, ce_layers
 from cenet.nn.branches import BatchDecorrelation2d, InstanceReweighting2d
 from cenet.nn.equilibrium import ChannelEquilibrium2d
 from cenet.nn.norm_ce import NormCE2d
+from cenet.nn.sync import convert_sync_ce, revert_sync_ce
 
 __all__ = [
     "BatchDecorrelation2d",
@@ -12,4 +13,6 @@ __all__ = [
     "InstanceReweighting2d",
     "NormCE2d",
     "ce_layers",
+    "convert_sync_ce",
+    "revert_sync_ce",
 ]

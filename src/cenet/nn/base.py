@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 import cenet.nn.fused as fused
 from cenet import functional as F
+from cenet.nn.ranks import Ranks, SyncGroup, gather
+from cenet.nn.statistics import Layout, Statistics, merge, message, of_rank
 from cenet.nn.tracing import call_as_leaf, is_proxy
 
 
@@ -68,6 +70,7 @@ class EquilibriumLayer(nn.Module):
     Attributes:
         frozen: use the running statistics in training mode too. Set by `freeze`, which `.train()`
             does not undo.
+        sync: the ranks whose batches are measured as one. Set by `convert_sync_ce`.
         blend: learned α of an identity start (`NormCE2d(..., start="identity")`), or None.
     """
 
@@ -79,6 +82,7 @@ class EquilibriumLayer(nn.Module):
         check_counts(num_features=num_features)
         self.num_features = num_features
         self.frozen = False
+        self.sync: SyncGroup | None = None
         self.trained: list[str] = []
         self.register_parameter("blend", None)
 
@@ -93,13 +97,14 @@ class EquilibriumLayer(nn.Module):
         """act(CE(x) + residual) for a checked x, in one operator where the kernels can."""
         batch = self.uses_batch(x)
         branches = self.branches()
-        if fused.can_fuse(x, None, branches):
+        if fused.can_fuse(x, None, branches, synchronized=self.ranks() is not None):
             return fused.run(x, None, branches, act, residual, batch=batch)
         # cast once: the two gradients of x are then added before they are rounded
         values = x.to(F.statistics_dtype(x))
         scale = values.new_ones(self.num_features)
-        moments = self.measure(values, batch=batch)
-        coefficients = self.coefficients(moments, scale, torch.zeros_like(scale), batch=batch)
+        moments = self.measure(values, batch=batch and x.numel() > 0)
+        statistics = self.summarize(values, moments, norm=False) if batch else None
+        coefficients = self.coefficients(moments, scale, torch.zeros_like(scale), statistics)
         return finish(F.mix(values, *coefficients).to(x.dtype), act, residual)
 
     def branches(self) -> fused.Branches:
@@ -110,29 +115,72 @@ class EquilibriumLayer(nn.Module):
         """Take the moments of x that `coefficients` will ask for, or None if it needs none."""
         raise NotImplementedError
 
+    def instance_var(self, moments: F.Moments | None) -> Tensor | None:
+        """The variances (N, C) that instance reweighting works with, or None without it."""
+        return None
+
     def coefficients(
-        self, moments: F.Moments | None, scale: Tensor, shift: Tensor, *, batch: bool
+        self,
+        moments: F.Moments | None,
+        scale: Tensor,
+        shift: Tensor,
+        statistics: Statistics | None,
     ) -> F.Coefficients:
         """Compute the coefficients of norm and layer together.
 
-        With `batch`, from the statistics of this batch, which enter the running averages; else from
-        those averages.
+        From the statistics of the batch, which enter the running averages; without, from those
+        averages.
         """
         raise NotImplementedError
+
+    def summarize(self, x: Tensor, moments: F.Moments | None, *, norm: bool) -> Statistics:
+        """Statistics of the batch, over all ranks if the layer is synchronized.
+
+        Args:
+            x: the images of this rank.
+            moments: what was measured of them; None if there are none.
+            norm: a batch norm asks for its statistics, too.
+        """
+        instance_var = self.instance_var(moments)
+        ranks = self.ranks()
+        if ranks is None:
+            assert moments is not None
+            return of_rank(moments, instance_var, norm=norm)
+        layout = self.layout(norm=norm)
+        return merge(gather(message(x, moments, instance_var, layout), ranks), layout)
+
+    def layout(self, *, norm: bool) -> Layout:
+        """What this layer, and the batch norm it is joined with, ask of a batch."""
+        bd, ir, *_ = self.branches()
+        group_size, pool = (None, 1) if bd is None else (bd.group_size, bd.pool)
+        return Layout(self.num_features, group_size, pool, norm, instance=ir is not None)
+
+    def ranks(self) -> Ranks | None:
+        """The ranks this forward pass is synchronized with, or None if the layer works alone."""
+        if self.sync is None or not self.training or self.frozen:
+            return None
+        return self.sync.ranks()
 
     def uses_batch(self, x: Tensor) -> bool:
         """Whether x will be judged by its own batch statistics; ValueError if it is too small for
         that.
 
-        An empty batch has no statistics and is passed through on the running ones.
+        An empty batch has no statistics and is passed through on the running ones, unless other
+        ranks may have images.
         """
-        if not self.training or self.frozen or x.numel() == 0:
+        if not self.training or self.frozen:
             return False
-        self.check_size(x)
+        alone = self.ranks() is None
+        if x.numel() == 0:
+            return not alone
+        self.check_size(x, alone=alone)
         return True
 
-    def check_size(self, x: Tensor) -> None:
-        """Raise ValueError if x is too small to take batch statistics of."""
+    def check_size(self, x: Tensor, *, alone: bool) -> None:
+        """Raise ValueError if x is too small to take batch statistics of.
+
+        Not `alone`, other ranks bring values for the statistics of the batch, if not of an image.
+        """
         raise NotImplementedError
 
     def check_input(self, x: Tensor) -> None:
@@ -155,9 +203,12 @@ class EquilibriumLayer(nn.Module):
 
     def mode_repr(self) -> str:
         """What sets this layer apart from a fresh one, for `extra_repr`."""
-        return (", identity start" if self.blend is not None else "") + (
-            ", frozen" if self.frozen else ""
-        )
+        modes = {
+            "identity start": self.blend is not None,
+            "frozen": self.frozen,
+            "synchronized": self.sync is not None,
+        }
+        return "".join(f", {mode}" for mode, on in modes.items() if on)
 
     def reset_running_stats(self) -> None:
         """Forget the running statistics."""

@@ -19,6 +19,7 @@ from cenet.nn.base import (
 )
 from cenet.nn.fused import Branches
 from cenet.nn.running import average_
+from cenet.nn.statistics import Statistics
 
 
 class BatchDecorrelation2d(EquilibriumLayer):
@@ -80,33 +81,36 @@ class BatchDecorrelation2d(EquilibriumLayer):
         """Take the covariance with `batch`, nothing otherwise."""
         return F.moments(x, self.group_size, self.pool, sign) if batch else None
 
-    def inv_sqrt(self, moments: F.Moments | None, scale: Tensor, *, batch: bool) -> Tensor:
+    def inv_sqrt(self, scale: Tensor, statistics: Statistics | None) -> Tensor:
         """W of this batch, which enters the running average, or the running average."""
-        if not batch:
+        if statistics is None:
             # a copy: autograd may keep it, and a later training step changes the buffer in place
             return self.running_inv_sqrt.to(scale.dtype, copy=True)
-        assert moments is not None
-        assert moments.cov is not None
-        inv_sqrt = F.decorrelation(moments.cov, scale, self.newton_steps)
-        averages = [(self.running_inv_sqrt, inv_sqrt)]
+        assert statistics.cov is not None
+        inv_sqrt = F.decorrelation(statistics.cov, scale, self.newton_steps)
+        averages = [(self.running_inv_sqrt, statistics.counted(inv_sqrt))]
         average_(averages, self.num_batches_tracked, self.momentum, debias=True)
         return inv_sqrt
 
     def coefficients(
-        self, moments: F.Moments | None, scale: Tensor, shift: Tensor, *, batch: bool
+        self,
+        moments: F.Moments | None,
+        scale: Tensor,
+        shift: Tensor,
+        statistics: Statistics | None,
     ) -> F.Coefficients:
         """See `EquilibriumLayer.coefficients`."""
-        inv_sqrt = self.inv_sqrt(moments, scale, batch=batch)
+        inv_sqrt = self.inv_sqrt(scale, statistics)
         return F.coefficients(scale, shift, inv_sqrt=inv_sqrt, blend=self.blend)
 
     def branches(self) -> Branches:
         """See `EquilibriumLayer.branches`."""
         return Branches(self, None, None, None, self.blend)
 
-    def check_size(self, x: Tensor) -> None:
+    def check_size(self, x: Tensor, *, alone: bool) -> None:
         """Raise ValueError unless the covariance has at least two values per channel."""
         n, _, height, width = x.shape
-        if -(-height // self.pool) * -(-width // self.pool) == 1:
+        if alone and -(-height // self.pool) * -(-width // self.pool) == 1:
             pooled = "" if self.pool == 1 else f" after {self.pool}×{self.pool} pooling"
             check(
                 n > 1,
@@ -196,28 +200,40 @@ class InstanceReweighting2d(EquilibriumLayer):
         """Take the instance variances."""
         return F.moments(x, group_size=None)
 
-    def gain(self, moments: F.Moments | None, scale: Tensor, *, batch: bool) -> Tensor:
-        """a_n, with s^{-1/2} of this batch, which enters the running average, or with that."""
+    def instance_var(self, moments: F.Moments | None) -> Tensor:
+        """See `EquilibriumLayer.instance_var`."""
         assert moments is not None
-        var = moments.var
         if self.released:
-            var = var * (moments.pixels / max(moments.pixels - 1, 1))
-        if batch:
-            inv_std = F.inverse_std(var, scale, self.eps)
-            # an overflowing s has the finite inverse root 0, which must not pass for a statistic
-            averages = [(self.running_inv_std, inv_std.where(inv_std > 0, torch.nan))]
-            average_(averages, self.num_batches_tracked, self.momentum, debias=True)
-        else:
+            return moments.var * (moments.pixels / max(moments.pixels - 1, 1))
+        return moments.var
+
+    def gain(
+        self, moments: F.Moments | None, scale: Tensor, statistics: Statistics | None
+    ) -> Tensor:
+        """a_n, with s^{-1/2} of this batch, which enters the running average, or with that."""
+        var = self.instance_var(moments)
+        if statistics is None:
             inv_std = self.running_inv_std.to(scale.dtype, copy=True)
+        else:
+            assert statistics.instance_var is not None
+            inv_std = F.inverse_std(statistics.instance_var, scale, self.eps)
+            # an overflowing s has the finite inverse root 0, which must not pass for a statistic
+            finite = inv_std.where(inv_std > 0, torch.nan)
+            averages = [(self.running_inv_std, statistics.counted(finite))]
+            average_(averages, self.num_batches_tracked, self.momentum, debias=True)
         if self.released:
             return F.instance_gate(var * scale.square(), self.gate) * inv_std
         return F.instance_gain(var, scale, inv_std, self.gate)
 
     def coefficients(
-        self, moments: F.Moments | None, scale: Tensor, shift: Tensor, *, batch: bool
+        self,
+        moments: F.Moments | None,
+        scale: Tensor,
+        shift: Tensor,
+        statistics: Statistics | None,
     ) -> F.Coefficients:
         """See `EquilibriumLayer.coefficients`."""
-        gain = self.gain(moments, scale, batch=batch)
+        gain = self.gain(moments, scale, statistics)
         return F.coefficients(scale, shift, gain=gain, blend=self.blend)
 
     def branches(self) -> Branches:
@@ -238,7 +254,7 @@ class InstanceReweighting2d(EquilibriumLayer):
             self.released = bool(state_dict.pop(f"{prefix}released", False))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
-    def check_size(self, x: Tensor) -> None:
+    def check_size(self, x: Tensor, *, alone: bool) -> None:
         """Raise ValueError unless every instance has at least two values per channel."""
         check(
             x.shape[2] * x.shape[3] > 1,

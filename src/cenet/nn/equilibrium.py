@@ -7,6 +7,7 @@ from cenet import functional as F
 from cenet.nn.base import EquilibriumLayer
 from cenet.nn.branches import BatchDecorrelation2d, InstanceReweighting2d
 from cenet.nn.fused import Branches
+from cenet.nn.statistics import Statistics
 
 
 class ChannelEquilibrium2d(EquilibriumLayer):
@@ -80,26 +81,34 @@ class ChannelEquilibrium2d(EquilibriumLayer):
         return branch.measure(x, batch=batch, sign=sign)
 
     def coefficients(
-        self, moments: F.Moments | None, scale: Tensor, shift: Tensor, *, batch: bool
+        self,
+        moments: F.Moments | None,
+        scale: Tensor,
+        shift: Tensor,
+        statistics: Statistics | None,
     ) -> F.Coefficients:
         """See `EquilibriumLayer.coefficients`."""
         return F.coefficients(
             scale,
             shift,
-            inv_sqrt=self.bd.inv_sqrt(moments, scale, batch=batch),
-            gain=self.ir.gain(moments, scale, batch=batch),
+            inv_sqrt=self.bd.inv_sqrt(scale, statistics),
+            gain=self.ir.gain(moments, scale, statistics),
             lam=self.mix_logit.to(scale.dtype).sigmoid(),
             blend=self.blend,
         )
+
+    def instance_var(self, moments: F.Moments | None) -> Tensor:
+        """See `EquilibriumLayer.instance_var`."""
+        return self.ir.instance_var(moments)
 
     def branches(self) -> Branches:
         """See `EquilibriumLayer.branches`."""
         return Branches(self.bd, self.ir, self.ir.gate, self.mix_logit, self.blend)
 
-    def check_size(self, x: Tensor) -> None:
+    def check_size(self, x: Tensor, *, alone: bool) -> None:
         """Raise ValueError unless both branches can take batch statistics of x."""
-        self.ir.check_size(x)
-        self.bd.check_size(x)
+        self.ir.check_size(x, alone=alone)
+        self.bd.check_size(x, alone=alone)
 
     def reset_running_stats(self) -> None:
         """Forget the running averages of both branches."""

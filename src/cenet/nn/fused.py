@@ -45,12 +45,15 @@ def no_kernel_for(ir: Any) -> str | None:
     return "they do not have the released code's variant of the gate" if ir.released else None
 
 
-def can_fuse(x: Tensor, norm: Any, branches: Branches) -> bool:
+def can_fuse(x: Tensor, norm: Any, branches: Branches, *, synchronized: bool) -> bool:
     """Whether `run` can do this: RuntimeError if it must, by the chosen backend, and cannot."""
     bd, ir = branches.bd, branches.ir
     tensors = [*_affine(norm), branches.mix_logit, branches.blend, *(branches.gate or ())]
     group_size = 1 if bd is None else bd.group_size
-    return ops.use_kernels(x, tensors, group_size, None if ir is None else no_kernel_for(ir))
+    unless = None if ir is None else no_kernel_for(ir)
+    if synchronized:
+        unless = "they do not merge statistics of several ranks"
+    return ops.use_kernels(x, tensors, group_size, unless)
 
 
 def run(

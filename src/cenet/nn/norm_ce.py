@@ -11,9 +11,11 @@ from cenet.nn.base import EquilibriumLayer, finish
 from cenet.nn.norms import (
     affine,
     inner_activation,
-    is_affine,
+    is_batch_norm,
     is_hooked,
     norm_channels,
+    ranks_of,
+    synchronizes,
     uses_batch_statistics,
     weight_sign,
 )
@@ -25,8 +27,9 @@ class NormCE2d(nn.Module):
 
     After a batch norm, norm and CE are one affine map per sample: x is measured once, mapped once,
     and the norm's running statistics are kept as the norm would keep them. Any other norm runs
-    first as it is. A checkpoint of the bare norm loads: its keys go to `norm.*`, and only `ce.*`
-    keys are missing.
+    first as it is; so does a SyncBatchNorm, unless CE is synchronized with the same ranks
+    (`convert_sync_ce`). A checkpoint of the bare norm loads: its keys go to `norm.*`, and only
+    `ce.*` keys are missing.
 
     Args:
         norm: BatchNorm2d, SyncBatchNorm, a frozen batch norm, GroupNorm, InstanceNorm2d, a
@@ -95,32 +98,54 @@ class NormCE2d(nn.Module):
                 f"residual of shape {tuple(residual.shape)} cannot be added to an output of shape "
                 f"{tuple(x.shape)}; they must be equal"
             )
-        if is_affine(self.norm) and not is_hooked(self.ce):
+        if self._is_one_map():
             return self._as_one_map(x, residual, act)
         normalized = self.norm(x) if x.numel() > 0 else x  # not every norm takes an empty batch
         if is_hooked(self.ce):
             return finish(self.ce(normalized), act, residual)
         return self.ce.equilibrate(normalized, act, residual)
 
+    def _is_one_map(self) -> bool:
+        norm, ce = self.norm, self.ce
+        ranks = ce.ranks()
+        if synchronizes(norm) and (ranks is None or ranks_of(norm) != ranks):
+            return False
+        if is_batch_norm(norm) and not is_hooked(norm) and not is_hooked(ce):
+            return True
+        if ranks is None or synchronizes(norm) or not is_batch_norm(norm):
+            return False
+        if uses_batch_statistics(norm):
+            raise RuntimeError(
+                "a synchronized NormCE2d merges the norm's statistics with those of CE, and cannot "
+                "while norm or ce has hooks, which wait for each to be called; remove the hooks, "
+                "or apply nn.SyncBatchNorm.convert_sync_batchnorm too"
+            )
+        return False
+
     def _as_one_map(self, x: Tensor, residual: Tensor | None, act: nn.Module | None) -> Tensor:
         norm, ce = self.norm, self.ce
         ce_batch = ce.uses_batch(x)
-        norm_batch = uses_batch_statistics(norm) and x.numel() > 0
-        if norm_batch and x.shape[2] * x.shape[3] == 1 and x.shape[0] == 1:
+        alone = ce.ranks() is None
+        norm_batch = uses_batch_statistics(norm) and (x.numel() > 0 or not alone)
+        if norm_batch and alone and x.shape[2] * x.shape[3] == 1 and x.shape[0] == 1:
             raise ValueError(
                 "expected more than 1 value per channel when training, "
                 f"got input size {tuple(x.shape)}"
             )
         branches = ce.branches()
-        if fused.can_fuse(x, norm, branches):
+        if fused.can_fuse(x, norm, branches, synchronized=not alone):
             return fused.run(x, norm, branches, act, residual, batch=ce_batch)
         # cast once: the two gradients of x are then added before they are rounded
         values = x.to(F.statistics_dtype(x))
-        moments = ce.measure(values, batch=ce_batch, sign=weight_sign(norm, values))
-        if norm_batch and moments is None:
+        measured = ce_batch and x.numel() > 0
+        moments = ce.measure(values, batch=measured, sign=weight_sign(norm, values))
+        if norm_batch and moments is None and x.numel() > 0:
             moments = F.moments(values, group_size=None)
-        scale, shift = affine(norm, values, moments, batch=norm_batch)
-        coefficients = ce.coefficients(moments, scale, shift, batch=ce_batch)
+        statistics = None
+        if norm_batch or ce_batch:
+            statistics = ce.summarize(values, moments, norm=norm_batch)
+        scale, shift = affine(norm, values, statistics if norm_batch else None)
+        coefficients = ce.coefficients(moments, scale, shift, statistics if ce_batch else None)
         return finish(F.mix(values, *coefficients).to(x.dtype), act, residual)
 
     def _load_from_state_dict(

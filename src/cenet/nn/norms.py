@@ -6,7 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from cenet import functional as F
+from cenet.nn.ranks import Ranks, SyncGroup
 from cenet.nn.running import average_
+from cenet.nn.statistics import Statistics
 
 BATCH_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)
 # torchvision's and timm's frozen batch norms have no base class to test for, only buffers and this
@@ -65,14 +67,14 @@ def uses_batch_statistics(norm: nn.Module) -> bool:
     return norm.training or norm.running_mean is None
 
 
-def is_affine(norm: nn.Module) -> bool:
-    """Whether scale and shift of `norm` can be had without calling it.
+def synchronizes(norm: nn.Module) -> bool:
+    """Whether `norm` talks to other ranks, if there are any."""
+    return isinstance(norm, nn.SyncBatchNorm) and uses_batch_statistics(norm)
 
-    A synchronized norm in training has to talk to other ranks, and a hooked norm expects to be
-    called.
-    """
-    synchronizes = isinstance(norm, nn.SyncBatchNorm) and uses_batch_statistics(norm)
-    return is_batch_norm(norm) and not synchronizes and not is_hooked(norm)
+
+def ranks_of(norm: Any) -> Ranks | None:
+    """The ranks that a SyncBatchNorm talks to."""
+    return SyncGroup(norm.process_group).ranks()
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -85,23 +87,22 @@ def is_hooked(module: nn.Module) -> bool:
     )
 
 
-def affine(
-    norm: Any, x: Tensor, moments: F.Moments | None, *, batch: bool
-) -> tuple[Tensor, Tensor]:
+def affine(norm: Any, x: Tensor, statistics: Statistics | None) -> tuple[Tensor, Tensor]:
     """Scale and shift of a batch norm on x: x̃ = scale ⊙ x + shift.
 
-    With `batch` they come from the moments of x, which enter the norm's running statistics as they
+    They come from the statistics of the batch, which enter the norm's running statistics as they
     would in its own forward pass (unbiased variance, its momentum), except that a non-finite batch
-    does not.
+    does not; or, without, from the running statistics.
     """
-    if batch:
-        assert moments is not None
-        # Eq. BN of Appendix B: μ = E[μ_IN], σ² = E[σ²_IN] + D[μ_IN]
-        mean = moments.mean.mean(0)
-        var = moments.var.mean(0) + (moments.mean - mean).square().mean(0)
+    if statistics is not None:
+        mean, var = statistics.mean, statistics.var
+        assert mean is not None
+        assert var is not None
         if norm.training and norm.track_running_stats and norm.running_mean is not None:
-            count = x.shape[0] * moments.pixels
-            averages = [(norm.running_mean, mean), (norm.running_var, var * (count / (count - 1)))]
+            averages = [
+                (norm.running_mean, statistics.counted(mean)),
+                (norm.running_var, statistics.counted(statistics.unbiased_var())),
+            ]
             seen = norm.num_batches_tracked
             seen = torch.zeros((), dtype=torch.long, device=x.device) if seen is None else seen
             average_(averages, seen, norm.momentum, debias=False)

@@ -37,6 +37,7 @@ from cenet.train.setup import (
     build_network,
     build_optimizer,
     build_schedule,
+    synchronized,
 )
 
 PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -74,7 +75,7 @@ class Trainer:
         layout = torch.channels_last if options.channels_last else torch.contiguous_format
         self.network = network.to(device).to(memory_format=layout)
         if recipe.sync_ce:
-            self._synchronize()
+            self.network = synchronized(self.network)
         per_step = recipe.batch_size * processes.world
         self.shard = Shard(
             len(data.train.labels), recipe.batch_size, rank=processes.rank, world=processes.world
@@ -95,9 +96,6 @@ class Trainer:
         self.logbook = Logbook(options.out)
         snapshot.seed_everything(seed_of("chance", recipe.seed, processes.rank))
         self._forward = self._parallel()
-
-    def _synchronize(self) -> None:
-        raise ValueError("sync_ce: this version cannot synchronize CE yet")
 
     def _loader(self) -> Loader:
         recipe, options = self.recipe, self.options

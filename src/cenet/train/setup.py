@@ -4,6 +4,7 @@ from typing import Any
 
 import timm.loss
 from timm.data.mixup import Mixup
+from timm.layers import convert_sync_batchnorm
 from timm.optim._optim_factory import create_optimizer_v2
 from timm.scheduler.cosine_lr import CosineLRScheduler
 from timm.scheduler.multistep_lr import MultiStepLRScheduler
@@ -13,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from cenet.models import create_model
+from cenet.nn import ce_layers, convert_sync_ce
 from cenet.train.recipes import Recipe
 
 # λ and α are never decayed
@@ -29,6 +31,12 @@ def build_network(recipe: Recipe, *, classes: int, channels: int) -> nn.Module:
         num_classes=classes,
         in_chans=channels,
     )
+
+
+def synchronized(network: nn.Module) -> nn.Module:
+    """The network with norms and CE that take their statistics over all processes."""
+    network = convert_sync_batchnorm(network)
+    return convert_sync_ce(network) if dict(ce_layers(network)) else network
 
 
 def build_optimizer(recipe: Recipe, model: nn.Module, *, images_per_update: int) -> Optimizer:
