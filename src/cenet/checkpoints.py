@@ -48,7 +48,9 @@ def load_released_ce_(layer: ChannelEquilibrium2d, state: Mapping[str, Tensor]) 
     for key, name in RELEASED_KEYS.items():
         if key not in state:
             continue
-        value = state[key].squeeze() if own[name].dim() == 0 else state[key]
+        value = state[key]
+        if value.numel() == own[name].numel() == 1:
+            value = value.reshape(own[name].shape)
         if value.shape != own[name].shape:
             problems.append(
                 f"{key} is {tuple(state[key].shape)}, the layer has {tuple(own[name].shape)}"

@@ -150,7 +150,7 @@ def fixed_matrix(ce: EquilibriumLayer) -> Tensor | None:
 def _shares(ce: EquilibriumLayer) -> tuple[Tensor, Tensor, Tensor]:
     """Weights of identity, batch decorrelation and instance reweighting in the output of `ce`."""
     one = next(ce.buffers()).new_ones(())
-    alpha = one if ce.blend is None else ce.blend.detach()
+    alpha = one if ce.blend is None else ce.blend.detach().squeeze(0)
     if isinstance(ce, ChannelEquilibrium2d):
         lam = ce.mix.detach()
     else:

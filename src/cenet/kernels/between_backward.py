@@ -369,6 +369,6 @@ def between_backward(
     )  # fmt: skip
     if gate is None and grad_blend is not None:
         through_W, through_w = scalars.sum(0)
-        grad_blend = (through_W - through_w).to(grad_blend.dtype)
+        grad_blend = (through_W - through_w).to(grad_blend.dtype).reshape(grad_blend.shape)
     through = StatisticsGradient(Q, e, f, pooled_offset)
     return SmallGradients(through, gamma, beta, grads, grad_mix_logit, grad_blend)

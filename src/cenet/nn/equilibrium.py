@@ -68,12 +68,13 @@ class ChannelEquilibrium2d(EquilibriumLayer):
         self.ir = InstanceReweighting2d(
             num_features, eps, momentum, rd_ratio=rd_ratio, device=device, dtype=dtype
         )
-        self.mix_logit = nn.Parameter(torch.zeros((), device=device, dtype=dtype))
+        # one value, but not a scalar: FSDP cannot shard those
+        self.mix_logit = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
 
     @property
     def mix(self) -> Tensor:
         """λ, the share of batch decorrelation."""
-        return self.mix_logit.sigmoid()
+        return self.mix_logit.sigmoid().squeeze(0)
 
     def measure(self, x: Tensor, *, batch: bool, sign: Tensor | None = None) -> F.Moments | None:
         """Take instance variances, and with `batch` the covariance."""
@@ -93,7 +94,7 @@ class ChannelEquilibrium2d(EquilibriumLayer):
             shift,
             inv_sqrt=self.bd.inv_sqrt(scale, statistics),
             gain=self.ir.gain(moments, scale, statistics),
-            lam=self.mix_logit.to(scale.dtype).sigmoid(),
+            lam=self.mix_logit.to(scale.dtype).sigmoid().squeeze(0),
             blend=self.blend,
         )
 

@@ -74,7 +74,7 @@ class NormCE2d(nn.Module):
         # names of the parts of the norm that insert_ce_ moved into `act`
         self.moved: tuple[str, ...] = ()
         if start == "identity":
-            ce.blend = nn.Parameter(torch.zeros_like(next(ce.buffers()).sum()))
+            ce.blend = nn.Parameter(torch.zeros_like(next(ce.buffers()).sum()[None]))
 
     def forward(
         self, x: Tensor, residual: Tensor | None = None, act: nn.Module | None = None

@@ -4,7 +4,7 @@ from typing import Any
 
 import timm.loss
 from timm.data.mixup import Mixup
-from timm.layers import convert_sync_batchnorm
+from timm.layers.norm_act import convert_sync_batchnorm
 from timm.optim._optim_factory import create_optimizer_v2
 from timm.scheduler.cosine_lr import CosineLRScheduler
 from timm.scheduler.multistep_lr import MultiStepLRScheduler
@@ -35,7 +35,8 @@ def build_network(recipe: Recipe, *, classes: int, channels: int) -> nn.Module:
 
 def synchronized(network: nn.Module) -> nn.Module:
     """The network with norms and CE that take their statistics over all processes."""
-    network = convert_sync_batchnorm(network)
+    convert: Any = convert_sync_batchnorm
+    network = convert(network)
     return convert_sync_ce(network) if dict(ce_layers(network)) else network
 
 
