@@ -8,7 +8,13 @@ import time
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
+from _distributed import run
+from cenet.models import create_model
 from cenet.train import saving
 from test_training import assert_same_run, metrics
 
@@ -58,3 +64,63 @@ def test_another_number_of_processes_goes_on_at_the_same_image(tmp_path):
     # 21 steps of 64 images in one process, what was seen by two taken off
     left = 21 - facts["images"] // 64
     assert first["updates"] == facts["position"]["updates"] + left
+
+
+def test_synchronized_processes_train_as_one(tmp_path):
+    """Two processes with half of the images each, against one with all."""
+    arguments = ("train", "digits_ce", "--epochs", "1", "--device", "cpu", "--sync-ce", "True")
+    two = torchrun(*arguments, "--batch-size", "32", "--out", str(tmp_path / "two"))
+    assert two.wait(120) == 0
+    one = torchrun(*arguments, "--out", str(tmp_path / "one"), processes=1)
+    assert one.wait(120) == 0
+    (together,), (alone,) = metrics(tmp_path / "two"), metrics(tmp_path / "one")
+    assert together["updates"] == alone["updates"]
+    assert together["train_loss"] == pytest.approx(alone["train_loss"], rel=1e-4)
+    assert together["test_loss"] == pytest.approx(alone["test_loss"], rel=2e-2)
+    # and not so without
+    apart = torchrun(
+        *arguments[:-2], "--batch-size", "32", "--out", str(tmp_path / "apart"), processes=2
+    )
+    assert apart.wait(120) == 0
+    (different,) = metrics(tmp_path / "apart")
+    assert different["train_loss"] != pytest.approx(alone["train_loss"], rel=1e-3)
+
+
+def train_sharded(rank):
+    """Losses and weights after three steps, sharded by FSDP2 and replicated by DDP."""
+    torch.manual_seed(0)
+    sharded = create_model("vgg6", in_chans=1, start="identity")
+    replicated = create_model("vgg6", in_chans=1, start="identity")
+    replicated.load_state_dict(sharded.state_dict())
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in sharded.features:
+        if list(layer.parameters()):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    models = {"fsdp": sharded, "ddp": DistributedDataParallel(replicated)}
+    optimizers = {k: torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for k, m in models.items()}
+    generator = torch.Generator().manual_seed(rank)
+    losses = {"fsdp": [], "ddp": []}
+    for _ in range(3):
+        x = torch.randn(8, 1, 8, 8, generator=generator)
+        labels = torch.randint(10, (8,), generator=generator)
+        for name, model in models.items():
+            loss = nn.functional.cross_entropy(model(x), labels)
+            optimizers[name].zero_grad()
+            loss.backward()
+            optimizers[name].step()
+            losses[name].append(loss.item())
+    state = {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, value in sharded.state_dict().items()
+    }
+    return losses, state, dict(replicated.state_dict())
+
+
+def test_fsdp2_shards_a_ce_network():
+    losses, sharded, replicated = run(train_sharded, 2)[0]
+    assert losses["fsdp"] == pytest.approx(losses["ddp"], rel=1e-6)
+    assert losses["ddp"][2] < losses["ddp"][0]
+    assert sharded.keys() == replicated.keys()
+    for name, value in replicated.items():
+        torch.testing.assert_close(sharded[name], value, rtol=1e-5, atol=1e-7, msg=name)

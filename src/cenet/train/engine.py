@@ -75,7 +75,7 @@ class Trainer:
         layout = torch.channels_last if options.channels_last else torch.contiguous_format
         self.network = network.to(device).to(memory_format=layout)
         if recipe.sync_ce:
-            self.network = synchronized(self.network)
+            self.network = synchronized(self.network, device)
         per_step = recipe.batch_size * processes.world
         self.shard = Shard(
             len(data.train.labels), recipe.batch_size, rank=processes.rank, world=processes.world

@@ -3,6 +3,7 @@
 from typing import Any
 
 import timm.loss
+import torch
 from timm.data.mixup import Mixup
 from timm.layers.norm_act import convert_sync_batchnorm
 from timm.optim._optim_factory import create_optimizer_v2
@@ -33,10 +34,14 @@ def build_network(recipe: Recipe, *, classes: int, channels: int) -> nn.Module:
     )
 
 
-def synchronized(network: nn.Module) -> nn.Module:
-    """The network with norms and CE that take their statistics over all processes."""
+def synchronized(network: nn.Module, device: torch.device) -> nn.Module:
+    """The network with norms and CE that take their statistics over all processes.
+
+    On a CPU, where torch has no synchronized batch norm, only norms that CE follows do.
+    """
     convert: Any = convert_sync_batchnorm
-    network = convert(network)
+    if device.type == "cuda":
+        network = convert(network)
     return convert_sync_ce(network) if dict(ce_layers(network)) else network
 
 
