@@ -105,7 +105,7 @@ def merge(messages: Tensor, layout: Layout) -> Statistics:
     shapes = layout.shapes()
     sizes = [prod(shape) for shape in shapes.values()]
     parts = dict(zip(shapes, messages.split_with_sizes(sizes, dim=1), strict=True))
-    samples, pixels, windows = parts["counts"].unbind(1)
+    samples, pixels, windows = parts["counts"].detach().unbind(1)
     mean = var = cov = instance_var = None
     if layout.group_size is not None:
         mean, spread = _mean_and_spread(parts["window_mean"], windows)
