@@ -203,7 +203,7 @@ def test_a_network_that_timm_would_not_build_again_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"was changed afterwards.*keys differ, such as features"):
         export_safetensors(model, tmp_path)
     features = timm.create_model("ceresnet18", features_only=True)
-    with pytest.raises(ValueError, match=r"has no classifier|not built by timm"):
+    with pytest.raises(ValueError, match=r"was not built by cenet.models.create_model"):
         export_safetensors(features, tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -269,7 +269,15 @@ def test_folded(name):
     assert relative_error(fold_ce(model)(x), model(x)) < 1e-5
 
 
-@each_network
+@pytest.mark.parametrize(
+    "name",
+    # one of each family; the others export the same layers, and take 20 seconds each
+    [
+        name if name not in ("ceresnet18", "ceresnet101", "ceshufflenetv2_x0_5")
+        else pytest.param(name, marks=pytest.mark.slow)
+        for name in NAMES
+    ],
+)  # fmt: skip
 def test_onnx(name, tmp_path):
     runtime = pytest.importorskip("onnxruntime")
     model = network(name)

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from _distributed import run
 from cenet.models import create_model
+from cenet.nn import ce_layers
 from cenet.train import saving
 from test_training import assert_same_run, metrics
 
@@ -124,3 +125,32 @@ def test_fsdp2_shards_a_ce_network():
     assert sharded.keys() == replicated.keys()
     for name, value in replicated.items():
         torch.testing.assert_close(sharded[name], value, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_lightning_synchronizes_ce_and_takes_it_back(tmp_path):
+    lightning = pytest.importorskip("lightning.pytorch")
+    from cenet.train.lightning import SyncCE
+
+    class Digits(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.network = create_model("vgg6", in_chans=1)
+            self.seen = []
+
+        def training_step(self, batch, index):
+            self.seen.append([layer.sync is not None for _, layer in ce_layers(self.network)])
+            return nn.functional.cross_entropy(self.network(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.01)
+
+    model = Digits()
+    data = torch.utils.data.TensorDataset(torch.randn(32, 1, 8, 8), torch.arange(32) % 10)
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=1, strategy="ddp", plugins=[SyncCE()], max_epochs=1,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(model, torch.utils.data.DataLoader(data, 16))
+    assert model.seen == [[True] * 6] * 2
+    assert all(layer.sync is None for _, layer in ce_layers(model.network))

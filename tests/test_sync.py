@@ -22,7 +22,7 @@ import _sync
 from _checks import RTOL, assert_close, relative_error
 from _distributed import joined, once, run
 from _reference import Block, Parameters
-from _sync import LAYERS, MIXED, MUTATIONS, SPLITS, images, layer
+from _sync import LAYERS, MUTATIONS, SPLITS, images, layer
 from cenet import (
     BatchDecorrelation2d,
     ChannelEquilibrium2d,
@@ -38,6 +38,8 @@ from cenet.nn.ranks import SyncGroup
 from cenet.nn.sync import sync_bytes
 
 EXACT = RTOL[torch.float64]
+# three processes on two cores take their time
+EACH_SIZE = [2, pytest.param(3, marks=pytest.mark.slow)]
 BLOCKS = {
     "bn+ce": Block(),
     "syncbn+ce": Block(),
@@ -157,7 +159,7 @@ def assert_same(actual: dict[str, Any], expected: dict[str, Any], rtol: float = 
             assert_close(name, actual[kind][name].double(), value.double(), rtol)
 
 
-@pytest.mark.parametrize("ranks", SPLITS)
+@pytest.mark.parametrize("ranks", EACH_SIZE)
 @pytest.mark.parametrize("name", LAYERS)
 def test_ranks_equal_one_process(ranks, name):
     for split in SPLITS[ranks].values():
@@ -195,7 +197,7 @@ def largest_error(results: list[dict[str, Any]], expected: dict[str, Any]) -> fl
     return max(errors)
 
 
-@pytest.mark.parametrize("ranks", MIXED)
+@pytest.mark.parametrize("ranks", EACH_SIZE)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_images_of_different_sizes_equal_the_list_of_images(ranks, name):
     expected, statistics = list_reference(ranks, name)
@@ -220,7 +222,7 @@ def test_the_comparison_notices(mutation):
     assert largest_error(results, expected) > 1e-4
 
 
-@pytest.mark.parametrize("ranks", SPLITS)
+@pytest.mark.parametrize("ranks", EACH_SIZE)
 def test_five_steps_of_ddp_equal_five_steps_of_one_process(ranks):
     model = _sync.network()
     _sync.train(model, sum(SPLITS[ranks]["unequal"]), lambda whole: whole, scale=1)
@@ -308,6 +310,7 @@ def test_errors_on_ranks_say_what_to_do():
         assert "SyncBatchNorm expected input tensor to be on GPU" in result["edge"]["other group"]
 
 
+@pytest.mark.slow
 def test_a_group_of_some_ranks():
     first, second, outside = (result["subgroup"] for result in together(3))
     expected = layer("ce")(images(4)).detach()
