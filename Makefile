@@ -15,10 +15,11 @@ $(READY): pyproject.toml
 demo: $(READY)  ## train with and without CE on digits and compare (CPU, about two minutes)
 	$(BIN)/cenet demo
 
-test: $(READY)  ## the tests CI runs
-	$(BIN)/pytest -n auto --dist worksteal -m "not slow and not gpu"
+test: $(READY)  ## the tests CI runs, ten minutes on two cores
+	$(BIN)/pytest -n auto --dist worksteal --durations 25 -m "not slow and not gpu"
 
 test-all: $(READY)  ## with the long tier
+	$(BIN)/pip install --quiet --editable '.[lightning]'
 	$(BIN)/pytest -n auto --dist worksteal -m "not gpu"
 
 test-gpu: $(READY)  ## the tests that need a CUDA device

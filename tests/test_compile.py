@@ -58,7 +58,13 @@ def test_one_graph_same_numbers_at_most_two_graphs_over_batch_sizes(name, traini
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("shape", [(4, 24, 6, 7), (16, 64, 2, 2), (8, 32, 16, 16)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (4, 24, 6, 7),
+        *(pytest.param(s, marks=pytest.mark.slow) for s in ((16, 64, 2, 2), (8, 32, 16, 16))),
+    ],
+)
 def test_inductor(device, training, shape, monkeypatch):
     """The compiled network in float32 against the eager one in float64."""
     torch.manual_seed(0)

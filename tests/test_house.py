@@ -65,6 +65,7 @@ LEVELS = [
             "train.engine",
             "train.run",
             "train.command",
+            "train.lightning",
         ),
         "train",
     ),

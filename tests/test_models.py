@@ -26,6 +26,7 @@ NAMES = (
     "cevgg16",
 )
 each_network = pytest.mark.parametrize("name", NAMES)
+LOOK_ALIKES = ("ceresnet101", "ceshufflenetv2_x0_5")  # of networks that are tested beside them
 
 
 def images(name, n=4):
@@ -222,6 +223,7 @@ def test_networks_of_the_factory_go_into_folders_others_do_not(tmp_path):
 
 
 @pytest.mark.parametrize(("block", "norm"), [("se", "bn"), ("ce", "gn")])
+@pytest.mark.slow
 def test_onnx_of_a_network_that_cannot_be_folded(block, norm, tmp_path):
     runtime = pytest.importorskip("onnxruntime")
     model, x = create_model("vgg16", block, act="leaky_relu", norm=norm), images("cevgg16", 2)
@@ -248,7 +250,11 @@ def test_layout_and_precision(name):
 @pytest.mark.parametrize(
     ("name", "backend"),
     # autograd's own graphs of all of them would take minutes; it sees nothing new in the rest
-    [*((name, "eager") for name in NAMES), ("ceresnet18", "aot_eager")],
+    [
+        *((name, "eager") for name in NAMES if name not in LOOK_ALIKES),
+        *(pytest.param(name, "eager", marks=pytest.mark.slow) for name in LOOK_ALIKES),
+        ("ceresnet18", "aot_eager"),
+    ],
 )
 def test_compiled_training_step(name, backend):
     x, model = images(name), network(name).train()
@@ -271,9 +277,9 @@ def test_folded(name):
 
 @pytest.mark.parametrize(
     "name",
-    # one of each family; the others export the same layers, and take 20 seconds each
+    # one of each family (the fine-tune below is a ResNet); the others take 20 seconds each
     [
-        name if name not in ("ceresnet18", "ceresnet101", "ceshufflenetv2_x0_5")
+        name if name in ("cemobilenetv2_100", "ceshufflenetv2_x1_0", "cevgg16")
         else pytest.param(name, marks=pytest.mark.slow)
         for name in NAMES
     ],

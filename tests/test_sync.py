@@ -321,7 +321,7 @@ def test_a_group_of_some_ranks():
 
 @pytest.mark.parametrize(
     "name",
-    ["syncbn+pool", *(pytest.param(n, marks=pytest.mark.slow) for n in ("bn+ce", "bd", "ir"))],
+    ["bd", *(pytest.param(n, marks=pytest.mark.slow) for n in ("bn+ce", "syncbn+pool", "ir"))],
 )
 def test_compiles_to_one_graph(name):
     for result in run(_sync.compiled, 2, name):

@@ -143,6 +143,12 @@ def test_a_run_explains_itself_and_can_be_evaluated(tmp_path):
     assert (out / "metrics.csv").read_text().startswith("epoch,updates,lr,train_loss")
     found = evaluate_run(out, device="cpu")
     assert found == {name: row[name] for name in ("test_loss", "test_top1", "test_top5")}
+    # other statistics of CE, the same weights
+    other = evaluate_run(out, device="cpu", recalibrate=5)
+    assert other["test_loss"] != found["test_loss"]
+    assert other["test_loss"] < 2 * found["test_loss"]
+    with pytest.raises(ValueError, match="num_batches=-1 must be at least 1"):
+        evaluate_run(out, device="cpu", recalibrate=-1)
     (out / WEIGHTS).unlink()
     assert evaluate_run(out, device="cpu") == found
     with pytest.raises(ValueError, match="holds a run already; go on with it by --resume auto"):

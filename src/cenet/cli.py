@@ -205,6 +205,7 @@ def evaluate(
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
     data: Path | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
+    recalibrate: int = 0,
 ) -> None:
     """Print test loss, top-1 and top-5 accuracy of a run of `cenet train`.
 
@@ -212,11 +213,12 @@ def evaluate(
         run: its folder.
         data: folder of the images, as for `cenet train`.
         device: where to run.
+        recalibrate: estimate the running statistics of CE from so many training batches first.
     """
     from cenet.train.run import evaluate_run
 
     try:
-        found = evaluate_run(run, data, device)
+        found = evaluate_run(run, data, device, recalibrate=recalibrate)
     except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from error
     for name, value in found.items():

@@ -20,13 +20,7 @@ from cenet.train.data import Resident, Split
 from cenet.train.diagnosis import NonFiniteLoss, first_non_finite
 from cenet.train.evaluation import evaluate
 from cenet.train.interrupts import Interrupts
-from cenet.train.loaders import (
-    FilesLoader,
-    Loader,
-    ResidentLoader,
-    Shard,
-    seed_of,
-)
+from cenet.train.loaders import Shard, seed_of, training_loader
 from cenet.train.logbook import Logbook, environment, progress_bar
 from cenet.train.options import Options
 from cenet.train.processes import Processes, any_of, gathered, total
@@ -91,24 +85,14 @@ class Trainer:
         self.mixup = build_mixup(recipe, self.classes)
         self.scaler = torch.amp.GradScaler(device.type, enabled=recipe.precision == "float16")
         self.ema: Any = ModelEmaV3(self.network, recipe.ema) if recipe.ema > 0 else None
-        self.loader = self._loader()
+        self.loader = training_loader(
+            recipe, data.train, self.shard, device=device, channels_last=options.channels_last,
+            workers=options.workers,
+        )  # fmt: skip
         self.position = Position(sums=torch.zeros(3, dtype=torch.float64, device=device))
         self.logbook = Logbook(options.out)
         snapshot.seed_everything(seed_of("chance", recipe.seed, processes.rank))
         self._forward = self._parallel()
-
-    def _loader(self) -> Loader:
-        recipe, options = self.recipe, self.options
-        shared: dict[str, Any] = {
-            "augment": recipe.augment, "seed": recipe.seed, "device": self.processes.device,
-            "channels_last": options.channels_last,
-        }  # fmt: skip
-        train = self.data.train
-        if isinstance(train, Resident):
-            return ResidentLoader(train, self.shard, **shared)
-        return FilesLoader(
-            train, self.shard, size=recipe.image_size, workers=options.workers, **shared
-        )
 
     def _parallel(self) -> Callable[[Tensor], Tensor]:
         """The network as it is called in training."""

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 
 from cenet.train.data import Files, Resident, read_image
-from cenet.train.recipes import Augment
+from cenet.train.recipes import Augment, Recipe
 
 PADDING = 4
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -166,6 +166,27 @@ class FilesLoader:
         batches = [order[self.shard.places(step)] for step in range(start, self.shard.steps)]
         dataset = _Images(self.data, self.transform, self.seed, epoch)
         yield from map(self.place, _file_batches(dataset, batches, self.workers, self.seed))
+
+
+def training_loader(
+    recipe: Recipe,
+    data: Resident | Files,
+    shard: Shard,
+    *,
+    device: torch.device,
+    channels_last: bool = False,
+    workers: int = 0,
+) -> Loader:
+    """Batches of the training images of a recipe."""
+    shared: dict[str, Any] = {
+        "augment": recipe.augment,
+        "seed": recipe.seed,
+        "device": device,
+        "channels_last": channels_last,
+    }
+    if isinstance(data, Resident):
+        return ResidentLoader(data, shard, **shared)
+    return FilesLoader(data, shard, size=recipe.image_size, workers=workers, **shared)
 
 
 def evaluation_batches(

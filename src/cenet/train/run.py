@@ -10,9 +10,11 @@ from safetensors.torch import load_file
 import cenet.train.processes as processes
 import cenet.train.saving as saving
 import cenet.train.snapshot as snapshot
+from cenet.calibration import update_ce_stats
 from cenet.train.data import Resident, Split, load
 from cenet.train.engine import WEIGHTS, Trainer
 from cenet.train.evaluation import evaluate
+from cenet.train.loaders import Shard, training_loader
 from cenet.train.logbook import read_recipe
 from cenet.train.options import Options
 from cenet.train.recipes import Recipe
@@ -78,20 +80,29 @@ def _check_folder(options: Options, own: processes.Processes) -> None:
         )
 
 
-def evaluate_run(run: Path, data: Path | None = None, device: Device = "auto") -> dict[str, float]:
+def evaluate_run(
+    run: Path, data: Path | None = None, device: Device = "auto", *, recalibrate: int = 0
+) -> dict[str, float]:
     """Test loss and accuracy of a run: of its final weights, or of its newest checkpoint.
 
     Args:
         run: folder of the run.
         data: as in `Job`.
         device: as in `Job`.
+        recalibrate: estimate the running statistics of CE from so many training batches first,
+            which averaged weights want.
     """
     recipe = read_recipe(run)
     split = load(recipe, data)
     own = processes.start(device)
     network = build_network(recipe, classes=len(split.train.classes), channels=_channels(split))
     snapshot.load_module_(network, _weights(run))
-    return evaluate(network.to(own.device), split, recipe, own)
+    network.to(own.device)
+    if recalibrate:
+        shard = Shard(len(split.train.labels), recipe.batch_size)
+        loader = training_loader(recipe, split.train, shard, device=own.device)
+        update_ce_stats(network, loader.epoch(0), num_batches=recalibrate)
+    return evaluate(network, split, recipe, own)
 
 
 def _channels(split: Split) -> int:
