@@ -37,8 +37,18 @@ def norms(model):
     return [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("layer", LAYERS)
+# 138 million parameters, twice in float64: 20 seconds for each layer
+HEAVY = "torchvision/vgg16_bn"
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        pytest.param(name, layer, marks=[pytest.mark.slow] if name == HEAVY and i else [])
+        for name in NETWORKS
+        for i, layer in enumerate(LAYERS)
+    ],
+)
 def test_folded_network_equals_the_evaluated_one(name, layer):
     model = with_ce(name, layer=layer)
     if name in UNFOLDABLE:

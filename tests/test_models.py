@@ -26,7 +26,6 @@ NAMES = (
     "cevgg16",
 )
 each_network = pytest.mark.parametrize("name", NAMES)
-LOOK_ALIKES = ("ceresnet101", "ceshufflenetv2_x0_5")  # of networks that are tested beside them
 
 
 def images(name, n=4):
@@ -251,8 +250,7 @@ def test_layout_and_precision(name):
     ("name", "backend"),
     # autograd's own graphs of all of them would take minutes; it sees nothing new in the rest
     [
-        *((name, "eager") for name in NAMES if name not in LOOK_ALIKES),
-        *(pytest.param(name, "eager", marks=pytest.mark.slow) for name in LOOK_ALIKES),
+        *((name, "eager") for name in NAMES),
         ("ceresnet18", "aot_eager"),
     ],
 )
@@ -275,15 +273,7 @@ def test_folded(name):
     assert relative_error(fold_ce(model)(x), model(x)) < 1e-5
 
 
-@pytest.mark.parametrize(
-    "name",
-    # one of each family (the fine-tune below is a ResNet); the others take 20 seconds each
-    [
-        name if name in ("cemobilenetv2_100", "ceshufflenetv2_x1_0", "cevgg16")
-        else pytest.param(name, marks=pytest.mark.slow)
-        for name in NAMES
-    ],
-)  # fmt: skip
+@each_network
 def test_onnx(name, tmp_path):
     runtime = pytest.importorskip("onnxruntime")
     model = network(name)

@@ -91,7 +91,7 @@ def test_schedules_are_those_of_their_formulas():
 
 def test_all_is_decayed_but_lambda_and_alpha():
     recipe = RECIPES["digits_ce"]
-    model = build_network(recipe, classes=10, channels=1)
+    model = build_network(recipe, digits())
     decayed, spared = build_optimizer(recipe, model, images_per_update=128).param_groups
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     assert {names[id(p)].rpartition(".")[2] for p in spared["params"]} == {"mix_logit"}

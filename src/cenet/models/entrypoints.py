@@ -9,16 +9,6 @@ from torch import nn
 
 from cenet.models.factory import create_model
 
-__all__ = [
-    "cemobilenetv2_100",
-    "ceresnet18",
-    "ceresnet50",
-    "ceresnet101",
-    "ceshufflenetv2_x0_5",
-    "ceshufflenetv2_x1_0",
-    "cevgg16",
-]
-
 
 def _cfg(first_conv: str, classifier: str, **other: Any) -> dict[str, Any]:
     """What timm wants to know. There are no weights to download."""

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cenet.train.saving as saving
 import cenet.train.snapshot as snapshot
-from cenet.train.data import Resident, Split
+from cenet.train.data import Split
 from cenet.train.diagnosis import NonFiniteLoss, first_non_finite
 from cenet.train.evaluation import evaluate
 from cenet.train.interrupts import Interrupts
@@ -46,7 +46,6 @@ class Position:
     step: int = 0  # of the epoch
     updates: int = 0
     seconds: float = 0.0  # of the epoch, until it was interrupted
-    best: float = 0.0
     # loss, right answers and images of the epoch
     sums: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
 
@@ -63,9 +62,7 @@ class Trainer:
         self.recipe, self.data, self.options, self.processes = recipe, data, options, processes
         device = processes.device
         snapshot.seed_everything(seed_of("weights", recipe.seed))
-        channels = data.train.images.shape[1] if isinstance(data.train, Resident) else 3
-        self.classes = len(data.train.classes)
-        network = build_network(recipe, classes=self.classes, channels=channels)
+        network = build_network(recipe, data)
         layout = torch.channels_last if options.channels_last else torch.contiguous_format
         self.network = network.to(device).to(memory_format=layout)
         if recipe.sync_ce:
@@ -82,7 +79,7 @@ class Trainer:
             recipe, self.optimizer, updates_per_epoch=self.updates_per_epoch
         )
         self.loss = build_loss(recipe).to(device)
-        self.mixup = build_mixup(recipe, self.classes)
+        self.mixup = build_mixup(recipe, len(data.train.classes))
         self.scaler = torch.amp.GradScaler(device.type, enabled=recipe.precision == "float16")
         self.ema: Any = ModelEmaV3(self.network, recipe.ema) if recipe.ema > 0 else None
         self.loader = training_loader(
@@ -257,7 +254,6 @@ class Trainer:
             "seconds": seconds,
             "images_per_second": seen / seconds,
         }
-        position.best = max(position.best, test["test_top1"])
         position.epoch, position.step, position.seconds = position.epoch + 1, 0, 0.0
         position.sums.zero_()
         if self.processes.is_first:

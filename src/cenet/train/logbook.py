@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cenet import __version__
@@ -130,7 +130,5 @@ def progress_bar(*, shown: bool) -> Progress:
         TimeRemainingColumn(),
     )
     # in a log file, lines of a bar are noise
-    quiet = not shown or not sys.stderr.isatty() or "CENET_QUIET" in os.environ
-    from rich.console import Console
-
+    quiet = not shown or not sys.stderr.isatty()
     return Progress(*columns, console=Console(stderr=True), disable=quiet)

@@ -111,7 +111,7 @@ class Recipe:
             for name in names.split():
                 value = getattr(self, name)
                 if not least <= value <= most:  # a NaN is not, either
-                    limits = f"at least {least}" if most == float("inf") else f"{least} to {most}"
+                    limits = f"at least {least}" if most == INFINITY else f"{least} to {most}"
                     problems.append(f"{name}={value!r} must be {limits}")
         if list(self.milestones) != sorted(set(self.milestones)) or min(self.milestones or [1]) < 1:
             problems.append(f"milestones={self.milestones!r} must be epochs in growing order")

@@ -11,7 +11,7 @@ import cenet.train.processes as processes
 import cenet.train.saving as saving
 import cenet.train.snapshot as snapshot
 from cenet.calibration import update_ce_stats
-from cenet.train.data import Resident, Split, load
+from cenet.train.data import load
 from cenet.train.engine import WEIGHTS, Trainer
 from cenet.train.evaluation import evaluate
 from cenet.train.loaders import Shard, training_loader
@@ -95,7 +95,7 @@ def evaluate_run(
     recipe = read_recipe(run)
     split = load(recipe, data)
     own = processes.start(device)
-    network = build_network(recipe, classes=len(split.train.classes), channels=_channels(split))
+    network = build_network(recipe, split)
     snapshot.load_module_(network, _weights(run))
     network.to(own.device)
     if recalibrate:
@@ -103,10 +103,6 @@ def evaluate_run(
         loader = training_loader(recipe, split.train, shard, device=own.device)
         update_ce_stats(network, loader.epoch(0), num_batches=recalibrate)
     return evaluate(network, split, recipe, own)
-
-
-def _channels(split: Split) -> int:
-    return split.train.images.shape[1] if isinstance(split.train, Resident) else 3
 
 
 def _weights(run: Path) -> dict[str, Any]:

@@ -16,21 +16,23 @@ from torch.optim import Optimizer
 
 from cenet.models import create_model
 from cenet.nn import ce_layers, convert_sync_ce
+from cenet.train.data import Resident, Split
 from cenet.train.recipes import Recipe
 
 # λ and α are never decayed
 UNDECAYED = ("mix_logit", "blend")
 
 
-def build_network(recipe: Recipe, *, classes: int, channels: int) -> nn.Module:
-    """The network of a recipe."""
+def build_network(recipe: Recipe, data: Split) -> nn.Module:
+    """The network of a recipe, for these images and classes."""
+    train = data.train
     return create_model(
         recipe.network,
         None if recipe.block == "plain" else recipe.block,
         norm=recipe.norm,
         act=None if recipe.act == "default" else recipe.act,
-        num_classes=classes,
-        in_chans=channels,
+        num_classes=len(train.classes),
+        in_chans=train.images.shape[1] if isinstance(train, Resident) else 3,
     )
 
 

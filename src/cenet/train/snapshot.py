@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy
 import torch
@@ -11,18 +11,6 @@ from torch.optim import Optimizer
 
 Facts = dict[str, Any]
 Tensors = dict[str, Tensor]
-
-
-class Stateful(Protocol):
-    """What has a state of plain numbers."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to a state."""
-        ...
 
 
 def under(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:
