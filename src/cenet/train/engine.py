@@ -133,14 +133,16 @@ class Trainer:
                 progress.update(task, **values)
 
             while self.position.epoch < self.recipe.epochs:
-                self._train_epoch(interrupts, tell)
+                self.train_epoch(interrupts, tell)
+                self.end_epoch()
         self.logbook.end()
         if self.processes.is_first:
             self._write_weights()
         row: dict[str, Any] = self.logbook.rows[-1] if self.logbook.rows else {}
         return row
 
-    def _train_epoch(self, interrupts: Interrupts, tell: Callable[..., None]) -> None:
+    def train_epoch(self, interrupts: Interrupts, tell: Callable[..., None]) -> None:
+        """Train the rest of the epoch."""
         position, recipe = self.position, self.recipe
         self.network.train()
         started = time.perf_counter() - position.seconds
@@ -171,7 +173,8 @@ class Trainer:
             if every and position.updates % every == 0 and position.step < steps:
                 self.save()
         self._check(images)
-        self._end_epoch()
+        # until here a GPU may have been behind
+        position.seconds = time.perf_counter() - started
 
     def _tell(self, tell: Callable[..., None], seconds: float) -> None:
         position = self.position
@@ -236,7 +239,8 @@ class Trainer:
             f"{self.position.updates}: {where}. {last}. Lower --lr or raise --warmup-epochs"
         )
 
-    def _end_epoch(self) -> None:
+    def end_epoch(self) -> None:
+        """Test, write the row of the epoch and a checkpoint."""
         position = self.position
         loss, correct, seen = total(position.sums, self.processes).tolist()
         seconds = position.seconds
