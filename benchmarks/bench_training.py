@@ -76,7 +76,7 @@ def main() -> None:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     data = noise(args.images) if args.data is None else load(RECIPES["vgg16_ce"], args.data)
-    mode = "graphs" if args.cuda_graphs else "compiled" if args.compile else "eager"
+    mode = " ".join(["compiled"] * args.compile + ["graphs"] * args.cuda_graphs) or "eager"
     size = f"{len(data.train.labels)}x3x32x32"
     columns = {**environment(device), "op": "vgg16", "mode": f"epoch {mode}", "shape": size,
                "dtype": args.precision, "layout": "channels_last"}  # fmt: skip
@@ -109,7 +109,8 @@ def main() -> None:
             ratio = timing.p50 / 1e3 / percentiles(times["plain"]).p50
             print(f"{mode} {args.precision} {name:5} {timing.p50 / 1e3:.3f} s an epoch "
                   f"({min(times[name]):.3f} to {max(times[name]):.3f}), {ratio:.2f} of plain; "
-                  f"GPU busy {busy}; test top-1 {last['test_top1']:.2%}")  # fmt: skip
+                  f"GPU busy {busy}; losses {last['train_loss']:.4f} and {last['test_loss']:.4f}, "
+                  f"test top-1 {last['test_top1']:.2%}")  # fmt: skip
     append_rows(args.out, rows)
 
 

@@ -263,3 +263,59 @@ def test_recipes_are_listed(monkeypatch, capsys):
     assert all(
         name in said for name in ("shufflenetv2_x0_5", "digits", "leaky_relu_ce", "iternorm")
     )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "processes", "message"),
+    [
+        (TINY, ALONE, "needs a GPU, and this run is on cpu"),
+        (TINY, Processes(0, 2, torch.device("cuda")), "for one process, and there are 2"),
+        (
+            replace(TINY, precision="float16"),
+            Processes(0, 1, torch.device("cuda")),
+            "use --precision bfloat16",
+        ),
+    ],
+)
+def test_cuda_graphs_are_refused_where_they_cannot_be(recipe, processes, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        Trainer(recipe, few_digits(), Options(tmp_path, cuda_graphs=True), processes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_cuda_graphs_train_as_eager_steps_do(accumulate, tmp_path):
+    recipe = replace(TINY, accumulate=accumulate, clip_grad=1.0, epochs=3)
+    device = Processes(0, 1, torch.device("cuda", 0))
+    rows = {}
+    for graphs in (False, True):
+        options = Options(tmp_path / str(graphs), cuda_graphs=graphs, channels_last=True)
+        trainer = Trainer(recipe, few_digits(), options, device)
+        trainer.run()
+        rows[graphs] = trainer.logbook.rows
+    for eager, graphed in zip(rows[False], rows[True], strict=True):
+        assert eager["lr"] == graphed["lr"]
+        for name in ("train_loss", "test_loss"):
+            assert graphed[name] == pytest.approx(eager[name], rel=1e-3)
+
+
+@pytest.mark.gpu
+def test_an_interrupted_run_of_cuda_graphs_goes_on(tmp_path):
+    device = Processes(0, 1, torch.device("cuda", 0))
+
+    def trainer(name, epochs):
+        options = Options(tmp_path / name, resume="auto", cuda_graphs=True)
+        return Trainer(replace(TINY, epochs=epochs), few_digits(), options, device)
+
+    whole = trainer("whole", 3)
+    whole.run()
+    half = trainer("half", 3)
+    half.recipe = replace(TINY, epochs=2)
+    half.run()
+    half.recipe = replace(TINY, epochs=3)
+    half.save()
+    rest = trainer("half", 3)
+    assert rest.resume()
+    rest.run()
+    last, expected = rest.logbook.rows[-1], whole.logbook.rows[-1]
+    assert last["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-3)

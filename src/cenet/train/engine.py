@@ -19,6 +19,7 @@ import cenet.train.snapshot as snapshot
 from cenet.train.data import Split
 from cenet.train.diagnosis import NonFiniteLoss, first_non_finite
 from cenet.train.evaluation import evaluate
+from cenet.train.graphs import Graphed, problem
 from cenet.train.interrupts import Interrupts
 from cenet.train.loaders import Shard, seed_of, training_loader
 from cenet.train.logbook import Logbook, environment, progress_bar
@@ -61,6 +62,8 @@ class Trainer:
         """Build everything, on the device of this process."""
         self.recipe, self.data, self.options, self.processes = recipe, data, options, processes
         device = processes.device
+        if options.cuda_graphs and (found := problem(device, processes.world, recipe.precision)):
+            raise ValueError(found)
         snapshot.seed_everything(seed_of("weights", recipe.seed))
         network = build_network(recipe, data)
         layout = torch.channels_last if options.channels_last else torch.contiguous_format
@@ -90,6 +93,15 @@ class Trainer:
         self.logbook = Logbook(options.out)
         snapshot.seed_everything(seed_of("chance", recipe.seed, processes.rank))
         self._forward = self._parallel()
+        self._add_gradients: Callable[..., None] = self._gradients
+        self._apply_gradients: Callable[[], None] = self._step
+        if options.cuda_graphs:
+            self._add_gradients, self._apply_gradients = (
+                Graphed(self._gradients),
+                Graphed(self._step),
+            )
+            # a graph reads them anew each time
+            self._rates = [torch.zeros((), device=device) for _ in self.optimizer.param_groups]
 
     def _parallel(self) -> Callable[[Tensor], Tensor]:
         """The network as it is called in training."""
@@ -99,9 +111,8 @@ class Trainer:
             ids = [device.index] if device.type == "cuda" else None
             module = DistributedDataParallel(module, device_ids=ids)
         self._wrapped = module
-        if self.options.compile or self.options.cuda_graphs:
-            mode = "reduce-overhead" if self.options.cuda_graphs else None
-            module = torch.compile(module, mode=mode)
+        if self.options.compile:
+            module = torch.compile(module)
         run: Callable[[Tensor], Tensor] = module
         return run
 
@@ -203,10 +214,13 @@ class Trainer:
         if self.processes.world > 1 and not last:
             wait = self._wrapped.no_sync()
         with wait:
-            with self._autocast():
-                logits = self._forward(images)
-                loss = self.loss(logits, labels)
-            self.scaler.scale(loss / self.recipe.accumulate).backward()
+            self._add_gradients(images, labels, hard)
+
+    def _gradients(self, images: Tensor, labels: Tensor, hard: Tensor) -> None:
+        with self._autocast():
+            logits = self._forward(images)
+            loss = self.loss(logits, labels)
+        self.scaler.scale(loss / self.recipe.accumulate).backward()
         with torch.no_grad():
             count = len(hard)
             correct = (logits.detach().argmax(1) == hard).sum()
@@ -216,15 +230,25 @@ class Trainer:
 
     def _update(self) -> None:
         self.schedule.step_update(self.position.updates)
+        groups = self.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        if self.options.cuda_graphs:
+            for group, tensor in zip(groups, self._rates, strict=True):
+                group["lr"] = tensor.fill_(group["lr"])
+        self._apply_gradients()
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+        self.position.updates += 1
+        if self.ema is not None:
+            self.ema.update(self.network, self.position.updates)
+
+    def _step(self) -> None:
         if self.recipe.clip_grad > 0:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.network.parameters(), self.recipe.clip_grad)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad()
-        self.position.updates += 1
-        if self.ema is not None:
-            self.ema.update(self.network, self.position.updates)
+        self.optimizer.zero_grad(set_to_none=not self.options.cuda_graphs)
 
     def _check(self, images: Tensor | None) -> None:
         """Raise NonFiniteLoss if any loss of this epoch was not finite."""

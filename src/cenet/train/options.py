@@ -16,7 +16,8 @@ class Options:
         workers: processes that decode image files.
         channels_last: memory layout of images and weights.
         compile: torch.compile the network.
-        cuda_graphs: and replay it as CUDA graphs.
+        cuda_graphs: replay whole steps as CUDA graphs, which takes the host out of the way; for one
+            GPU.
         checkpoint_every: updates between checkpoints; 0 writes one after each epoch only.
         log_every: updates between looks at the loss.
         threads: of a CPU; by default torch's own number, or 1 for images of fewer than 32 pixels,

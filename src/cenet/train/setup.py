@@ -63,6 +63,8 @@ def build_optimizer(recipe: Recipe, model: nn.Module, *, images_per_update: int)
         lr=recipe.lr * images_per_update / recipe.lr_batch,
         weight_decay=recipe.weight_decay,
         momentum=recipe.momentum,
+        # one kernel, and one that a CUDA graph can hold
+        fused=next(model.parameters()).is_cuda,
     )
     return optimizer
 
