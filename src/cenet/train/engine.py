@@ -217,6 +217,8 @@ class Trainer:
             self._add_gradients(images, labels, hard)
 
     def _gradients(self, images: Tensor, labels: Tensor, hard: Tensor) -> None:
+        if self.recipe.accumulate == 1:
+            self.optimizer.zero_grad()
         with self._autocast():
             logits = self._forward(images)
             loss = self.loss(logits, labels)
@@ -248,7 +250,8 @@ class Trainer:
             nn.utils.clip_grad_norm_(self.network.parameters(), self.recipe.clip_grad)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=not self.options.cuda_graphs)
+        if self.recipe.accumulate > 1:  # a graph adds to gradients that stay where they are
+            self.optimizer.zero_grad(set_to_none=not self.options.cuda_graphs)
 
     def _check(self, images: Tensor | None) -> None:
         """Raise NonFiniteLoss if any loss of this epoch was not finite."""
