@@ -1,13 +1,17 @@
 """The game of Appendix C against loops, brute force and numbers found by hand."""
 
+import csv
 import math
+import re
+import runpy
+import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
@@ -327,8 +331,7 @@ class TestUniqueness:
         matrix = (matrix + matrix.mT) / 2
         matrix.fill_diagonal_(1)
         values, basis = torch.linalg.eigh(matrix)
-        if values[0] > -0.05:
-            return
+        assume(values[0] < -0.05)
         ones = torch.ones(4, dtype=torch.float64)
         game = Game(matrix, ones, ones[:, None].repeat(1, 2), ones)
         push = 0.1 * torch.stack([basis[:, 0], -basis[:, 0]], 1)
@@ -366,6 +369,8 @@ class TestUniqueness:
         game = replace(couple(0), G=tensor([[2, -0.8], [-0.5, 1]]))
         assert interference_strength(game) == pytest.approx(math.sqrt(0.2))
         assert monotonicity(game) == pytest.approx((3 - math.sqrt(1 + 4 * 0.65**2)) / 2)
+        signs = tensor([[1, -0.4, 0.4], [0.4, 1, 0.4], [0.4, 0.4, 1]])
+        assert interference_strength(replace(ring(0), G=signs)) == pytest.approx(0.8)
         assert_close(potential(couple(2), tensor([[1, 0], [0.5, 0.5]])), tensor(0.75 + 1 + 2))
 
     @given(seeds)
@@ -669,3 +674,54 @@ class TestRefusals:
     def test_no_block(self, operator, epsilon, message):
         with pytest.raises(ValueError, match=message):
             game_of_block(tensor([[3, -1], [1, 1]]), tensor(operator), epsilon)
+
+
+class TestPage:
+    """docs/theory.md and the figure say what the code finds."""
+
+    page = PAGE.read_text()
+
+    def test_counterexamples(self):
+        game = couple(2)
+        apart, _, together = (find_equilibrium(game, s) for s in TestUniqueness.starts)
+        for equilibrium in (apart, together):
+            nats = f"{float(payoff(game, equilibrium.power)[0]):.4f}"
+            assert f"{nats} | {float(equilibrium.multipliers[0]):g} |" in self.page
+        operator, x = tensor([[2, -1], [-1, 2]]), tensor([[3, -1], [1, 1]])
+        first, second = find_equilibrium(game_of_block(x, operator, 1e-7)).power[1].tolist()
+        assert f"is ({first:.2f}, {second:.2f})" in self.page
+
+    def test_names_exist(self):
+        classes = set(re.findall(r"`(Test\w+)`", self.page))
+        assert classes == {name for name in globals() if name.startswith("Test")} - {
+            *("TestPage", "TestRefusals", "TestPayoff", "TestBestResponse")
+        }
+        for name in ("kkt", "potential", "activation_budget", "monotonicity", "game_of_block"):
+            assert f"`{name}`" in self.page
+
+    def test_figure(self, tmp_path, monkeypatch):
+        pytest.importorskip("matplotlib")
+        script = PAGE.parent.parent / "experiments" / "theory_game.py"
+        monkeypatch.setattr(sys, "argv", [str(script), "--out", str(tmp_path / "new")])
+        runpy.run_path(str(script), run_name="__main__")
+        assert (tmp_path / "new" / "theory_game.svg").read_text().count("<path") > 100
+        lines: dict[str, list[tuple[float, float]]] = {}
+        with (tmp_path / "new" / "theory_game.csv").open() as file:
+            for row in csv.DictReader(file):
+                key = f"{row['panel']} {row['series']}"
+                lines.setdefault(key, []).append((float(row["x"]), float(row["y"])))
+        assert {key[0] for key in lines} == set("abcdef")
+        for g in ("0.0", "0.5", "0.9"):
+            assert slope(lines[f"e g = {g}"][:10]) == pytest.approx(2, abs=0.05)
+        for name in ("W, all positive", "root of Σ, all positive", "diagonal of W, half clipped"):
+            assert slope(lines[f"f {name}"]) == pytest.approx(1, abs=0.05)
+        for name, text in (("W", "apart for W with three"), ("root of Σ", "for the exact root")):
+            line = lines[f"f {name}, half clipped"]
+            assert slope(line) == pytest.approx(0, abs=0.01)
+            assert f"{100 * line[0][1]:.0f} % {text}" in self.page
+
+
+def slope(line: list[tuple[float, float]]) -> float:
+    """Of a straight line in logarithmic axes, from its ends."""
+    (x0, y0), (x1, y1) = line[0], line[-1]
+    return math.log(y1 / y0) / math.log(x1 / x0)
