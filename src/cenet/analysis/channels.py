@@ -1,6 +1,39 @@
 """Measures over the channels of one layer: pure functions of recorded statistics."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
+
+from cenet import functional as F
+
+FIRST_LAYERS = 6
+# a channel whose deviation is below this share of its mean is constant: float32 has no more digits
+RESOLUTION = 1e-6
+
+
+class Correlation(NamedTuple):
+    """How redundant the channels of a layer are."""
+
+    mean: float | None  # absolute, off the diagonal; None with fewer than two channels that vary
+    constant: int  # channels that were left out because they do not vary
+
+
+class WeightStatistics(NamedTuple):
+    """γ of a norm."""
+
+    mean: float
+    std: float
+    share_small: float  # |γ| < 1e-2
+
+
+class BiasStatistics(NamedTuple):
+    """β of a norm."""
+
+    mean: float
+    std: float
+    share_nonpositive: float  # the paper's table of β ≤ 0
 
 
 def inhibited_ratio(magnitude: Tensor, threshold: float = 1e-2) -> float:
@@ -13,3 +46,103 @@ def inhibited_ratio(magnitude: Tensor, threshold: float = 1e-2) -> float:
     if magnitude.dim() != 1:
         raise ValueError(f"magnitude must be one value per channel, got {tuple(magnitude.shape)}")
     return (magnitude < threshold).float().mean().item()
+
+
+def first_layers_ratio(ratios: Sequence[float], count: int = FIRST_LAYERS) -> float | None:
+    """The paper's single figure: the mean inhibited ratio of the first six layers, None for none.
+
+    A network with fewer layers is judged by those it has.
+    """
+    first = list(ratios)[:count]
+    return sum(first) / len(first) if first else None
+
+
+def channel_magnitude(x: Tensor) -> Tensor:
+    """ℓ2 over channels at each location: (N, C, H, W) -> (N, H, W)."""
+    return torch.linalg.vector_norm(x, dim=1)
+
+
+def correlation_matrix(mean: Tensor, covariance: Tensor) -> Tensor:
+    """Pearson's correlation of each pair; rows and columns of constant channels are NaN.
+
+    Shape: mean (C,), covariance (C, C) -> (C, C).
+    """
+    deviation = covariance.diagonal().clamp_min(0).sqrt()
+    deviation = torch.where(deviation > RESOLUTION * mean.abs(), deviation, torch.nan)
+    return (covariance / deviation[:, None] / deviation).clamp(-1, 1)
+
+
+def channel_correlation(mean: Tensor, covariance: Tensor) -> Correlation:
+    """Mean absolute correlation over all pairs of two channels that vary.
+
+    Shape: mean (C,), covariance (C, C).
+    """
+    matrix = correlation_matrix(mean, covariance).abs()
+    varies = ~matrix.diagonal().isnan()
+    count = int(varies.sum())
+    constant = len(varies) - count
+    if count < 2:
+        return Correlation(None, constant)
+    inside = matrix[varies][:, varies]
+    total = inside.sum() - inside.diagonal().sum()
+    return Correlation((total / (count * (count - 1))).item(), constant)
+
+
+def weight_statistics(weight: Tensor) -> WeightStatistics:
+    """Mean, deviation and share of small values of γ, (C,)."""
+    values = weight.detach().double()
+    small = (values.abs() < 1e-2).double().mean()
+    return WeightStatistics(values.mean().item(), _deviation(values), small.item())
+
+
+def bias_statistics(bias: Tensor) -> BiasStatistics:
+    """Mean, deviation and share of β ≤ 0, (C,)."""
+    values = bias.detach().double()
+    nonpositive = (values <= 0).double().mean()
+    return BiasStatistics(values.mean().item(), _deviation(values), nonpositive.item())
+
+
+def equivalent_gamma(
+    weight: Tensor, covariance: Tensor, *, group_size: int = 16, newton_steps: int = 3
+) -> Tensor:
+    """γ̂ = Σ^{-1/2} γ of Proposition 1, by the T Newton steps that the layer takes, group by group.
+
+    Args:
+        weight: γ of the norm, (C,).
+        covariance: Σ of the norm's output, (C, C).
+        group_size: channels decorrelated together.
+        newton_steps: T.
+
+    Shape: -> (C,).
+    """
+    channels = len(weight)
+    if covariance.shape != (channels, channels):
+        raise ValueError(
+            f"covariance must be ({channels}, {channels}) for {channels} weights, got "
+            f"{tuple(covariance.shape)}"
+        )
+    weight = weight.detach().to(covariance.dtype)
+    parts = []
+    for start in range(0, channels, group_size):
+        group = slice(start, min(start + group_size, channels))
+        sigma = covariance[group, group][None]
+        inv_sqrt = F.decorrelation(sigma, torch.ones_like(weight[group]), newton_steps)[0]
+        parts.append(inv_sqrt @ weight[group])
+    return torch.cat(parts)
+
+
+def gini(values: Tensor) -> float:
+    """Gini coefficient of nonnegative values: 0 if all are equal, 1 − 1/n if one has everything.
+
+    Negative values count as zero (a channel whose removal helps carries nothing).
+    """
+    ordered = values.double().clamp_min(0).sort().values
+    count, total = len(ordered), ordered.sum()
+    if count == 0 or total == 0:
+        return 0.0
+    ranks = torch.arange(1, count + 1, dtype=torch.float64, device=ordered.device)
+    return (2 * (ranks * ordered).sum() / (count * total) - (count + 1) / count).item()
+
+
+def _deviation(values: Tensor) -> float:
+    return values.std(correction=0).item()

@@ -1,0 +1,100 @@
+"""`Recorder`: the statistics of all layers while a network runs on whatever it is given."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cenet.analysis.statistics import LayerStatistics
+from cenet.analysis.watching import ActivationWatch, Site
+
+
+class Recorder(ActivationWatch):
+    """Inside the context, every pass of `model` adds to the statistics of its activations.
+
+    Memory does not grow with the number of images. In-place operations, shared activation modules
+    and functions are told apart (see `ActivationWatch`); the run itself is not changed.
+
+    Attributes:
+        sites: by name, in the order of execution.
+        layers: their statistics.
+
+    >>> from torchvision.models import resnet18
+    >>> model = resnet18().eval()
+    >>> with torch.no_grad(), Recorder(model) as recorder:
+    ...     y = model(torch.randn(2, 3, 64, 64))
+    >>> recorder.layers["relu"].mean_abs.shape
+    torch.Size([64])
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Record nothing yet."""
+        super().__init__(model)
+        self.sites: dict[str, Site] = {}
+        self.layers: dict[str, LayerStatistics] = {}
+
+    def before(self, site: Site, x: Tensor) -> None:
+        """See `ActivationWatch`."""
+        x = x.movedim(site.dim, 1)
+        if site.name not in self.layers:
+            size = (x.shape[2], x.shape[3])
+            self.sites[site.name] = site
+            self.layers[site.name] = LayerStatistics.empty(site.channels, size, x.device)
+        self.layers[site.name].see_before(x)
+
+    def after(self, site: Site, y: Tensor) -> None:
+        """See `ActivationWatch`."""
+        self.layers[site.name].see_after(y.movedim(site.dim, 1))
+
+    def merge(self, other: "Recorder") -> None:
+        """Take in what another recorder of the same network has seen."""
+        for name, seen in other.layers.items():
+            if name not in self.layers:
+                self.sites[name] = other.sites[name]
+                self.layers[name] = LayerStatistics.empty(seen.channels, seen.size)
+            self.layers[name].merge(seen)
+
+    def sum_over_processes_(self, device: torch.device | str = "cpu") -> None:
+        """Give all processes of the default group what each has seen, as one.
+
+        A collective: every process calls it, with images or without.
+
+        Args:
+            device: what the backend of the group sums on: "cuda" for NCCL.
+        """
+        known: list[Any] = [None] * dist.get_world_size()
+        own = {name: (self.sites[name], self.layers[name].size) for name in self.layers}
+        dist.all_gather_object(known, own)
+        layers: dict[str, LayerStatistics] = {}
+        every: dict[str, tuple[Site, tuple[int, int]]] = {}
+        for part in known:
+            for name, found in part.items():
+                every.setdefault(name, found)
+        for name, (site, size) in every.items():
+            # as the first process that has it, so that all sum maps of one size
+            layer = LayerStatistics.empty(site.channels, size, device)
+            if name in self.layers:
+                layer.merge(self.layers[name].to(device))
+            layers[name] = _summed(layer)
+        self.sites = {name: site for name, (site, _) in every.items()}
+        self.layers = layers
+
+
+def _summed(seen: LayerStatistics) -> LayerStatistics:
+    """The same over all processes: the mean first, then deviations from that mean."""
+
+    def total(values: Tensor) -> Tensor:
+        values = values.clone()
+        dist.all_reduce(values)
+        return values
+
+    counts = torch.tensor([seen.images, seen.outputs, seen.pixels], device=seen.mean.device)
+    images, outputs, pixels = (int(count) for count in total(counts))
+    mean = total(seen.mean * (seen.pixels / max(pixels, 1)))
+    step = seen.mean - mean
+    scatter = total(seen.scatter + seen.pixels * step.outer(step))
+    return LayerStatistics(
+        seen.size, images, outputs, total(seen.abs_sum), total(seen.magnitude_sum), pixels, mean,
+        scatter,
+    )  # fmt: skip

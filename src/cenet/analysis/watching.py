@@ -1,0 +1,256 @@
+"""Every activation of a network as it runs, whoever calls it: modules, shared ones, functions.
+
+A network says where its activations are only by running. Hooks on activation modules miss functions
+and norms with an activation inside, and see an in-place one too late. So the operators themselves
+are watched, below autograd, which changes nothing about the run: no kernel, no graph, no rounding.
+"""
+
+from collections import Counter
+
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from cenet import ops
+from cenet.nn import NormCE2d
+from cenet.nn.base import EquilibriumLayer
+from cenet.nn.norms import norm_channels
+
+# aten's name -> ours. Sigmoids are gates, not activations of feature channels.
+ACTIVATIONS = {
+    **{name: name for name in ("relu", "leaky_relu", "elu", "selu", "celu", "silu", "mish")},
+    **{name: name for name in ("gelu", "hardswish", "softplus", "tanh", "threshold", "relu6")},
+    "_prelu_kernel": "prelu",
+    "prelu": "prelu",
+    "rrelu_with_noise": "rrelu",
+    "hardtanh": "hardtanh",
+}
+# position of the activation's name among the arguments of our own operators, which contain one
+FUSED = {ops.norm_ce: -2, ops.folded_ce: -2}
+MIX_LAST = ("addmm", "mm", "linear", "native_layer_norm", "_fused_rms_norm")
+# what leaves channels what they are
+PASS = frozenset(
+    (
+        *("add", "sub", "mul", "div", "clone", "detach", "alias", "native_dropout", "lift_fresh"),
+        *("_to_copy", "contiguous", "view", "_unsafe_view", "reshape", "_reshape_alias"),
+    )
+)
+WRAPPERS = ("module", "_orig_mod")  # of DDP and torch.compile
+
+
+class Site(NamedTuple):
+    """A place where an activation is applied to feature channels."""
+
+    name: str  # unique in the network, the same in every pass
+    activation: str
+    norms: tuple[str, ...]  # norms whose outputs it activates: two, where branches are added
+    ce: str | None  # the CE layer between
+    dim: int  # of the channels
+    channels: int
+
+
+class _Mark(NamedTuple):
+    """What is known of a tensor."""
+
+    dim: int
+    norms: tuple[str, ...] = ()
+    ce: str | None = None
+
+
+class _Entry(NamedTuple):
+    """A module that is running."""
+
+    module: nn.Module
+    name: str | None  # None: not of the watched network
+    act: nn.Module | None  # the activation that a NormCE2d was handed
+
+
+class ActivationWatch(TorchDispatchMode):
+    """Inside the context, calls `before` and `after` around every activation of feature channels.
+
+    Feature channels are those of 4-D maps of more than one pixel; gates and heads are left out. A
+    place is named after the innermost module that runs: `layer1.0.act1`, or `layer1.0.relu` for a
+    function called in `layer1.0`; the second call in a pass adds `#2`. Our CUDA operators that
+    contain an activation run once more without it for what `before` wants.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Watch `model`, or what DDP or torch.compile wrap."""
+        super().__init__()
+        self.root = unwrapped(model)
+        self.names = {id(module): name for name, module in self.root.named_modules()}
+        self._stack: list[_Entry] = []
+        self._calls: Counter[str] = Counter()
+        self._marks: Any = WeakIdKeyDictionary()
+        self._hooks = ExitStack()
+
+    def before(self, site: Site, x: Tensor) -> None:
+        """Called with the input of an activation, which may be overwritten afterwards."""
+
+    def after(self, site: Site, y: Tensor) -> None:
+        """Called with its output, which may be edited in place."""
+
+    def __enter__(self) -> Any:
+        """Start watching."""
+        self._stack.clear()
+        self._calls.clear()
+        for handle in (
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ):
+            self._hooks.callback(handle.remove)
+        return super().__enter__()
+
+    def __exit__(self, *args: Any) -> None:
+        """Stop watching."""
+        self._hooks.close()
+        super().__exit__(*args)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run `func`, with `before` and `after` around it if it is an activation."""
+        kwargs = kwargs or {}
+        if func in FUSED:
+            return self._fused(func, args)
+        name = func.overloadpacket.__name__.removesuffix("_")
+        activation = self._activation(name, args)
+        site = None if activation is None else self._site(activation, args[0])
+        if site is not None:
+            self.before(site, args[0])
+        result = func(*args, **kwargs)
+        if site is not None:
+            self.after(site, result)
+            # in place, the result is still known as the output of a norm
+            self._marks[result] = _Mark(site.dim)
+        else:
+            self._follow(name, args, result)
+        return result
+
+    @staticmethod
+    def _activation(name: str, args: tuple[Any, ...]) -> str | None:
+        if name in ("clamp", "clamp_min"):  # at zero from below: relu by another name
+            return "relu" if len(args) == 2 and args[1] == 0 else None
+        if name == "hardtanh" and tuple(args[1:]) == (0, 6):
+            return "relu6"
+        return ACTIVATIONS.get(name)
+
+    def _fused(self, func: Any, args: tuple[Any, ...]) -> Any:
+        place = FUSED[func] % len(args)
+        site = None if args[place] == "none" else self._site(args[place], args[0])
+        if site is not None:
+            plain = func(*args[:place], "none", *args[place + 1 :])
+            self.before(site, plain if isinstance(plain, Tensor) else plain[0])
+        result = func(*args)
+        if site is not None:
+            self.after(site, result if isinstance(result, Tensor) else result[0])
+        return result
+
+    def _site(self, activation: str, x: Tensor) -> Site | None:
+        name = self._name(activation)
+        if name is None or x.dim() != 4:
+            return None
+        self._calls[name] += 1
+        if self._calls[name] > 1:
+            name = f"{name}#{self._calls[name]}"
+        mark = self._enclosing() or self._marks.get(x) or _Mark(1)
+        channels = x.shape[mark.dim]
+        if x.numel() <= x.shape[0] * channels:  # one pixel, or no image
+            return None
+        return Site(name, activation, mark.norms, mark.ce, mark.dim, channels)
+
+    def _name(self, activation: str) -> str | None:
+        """Name of the innermost module that runs, and the function if it does more than that."""
+        for entry in reversed(self._stack):
+            if entry.name is None:
+                continue
+            if entry.act is not None and id(entry.act) in self.names:
+                return self.names[id(entry.act)]
+            leaf = next(entry.module.children(), None) is None
+            return entry.name if leaf and entry.name else f"{entry.name}.{activation}".lstrip(".")
+        return None
+
+    def _enclosing(self) -> _Mark | None:
+        """A norm that applies its activation itself and is running."""
+        for entry in reversed(self._stack):
+            if entry.name is not None and isinstance(entry.module, NormCE2d):
+                return _Mark(1, (entry.name,), f"{entry.name}.ce")
+            if entry.name is not None and norm_channels(entry.module) is not None:
+                return _Mark(1, (entry.name,))
+        return None
+
+    def _follow(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        """Carry what is known of the arguments over to the result."""
+        result = result[0] if isinstance(result, tuple | list) and result else result
+        if not isinstance(result, Tensor):
+            return
+        given = [self._marks[arg] for arg in args if isinstance(arg, Tensor) and arg in self._marks]
+        mark = None
+        if name == "convolution":
+            mark = _Mark(1)
+        elif name in MIX_LAST:
+            mark = _Mark(result.dim() - 1)
+        elif name in ("permute", "transpose") and given:
+            mark = given[0]._replace(dim=_moved(given[0].dim, name, args))
+        elif name in PASS and given:
+            norms = tuple(dict.fromkeys(norm for mark in given for norm in mark.norms))
+            ce = next((mark.ce for mark in given if mark.ce is not None), None)
+            last = given[0].dim == args[0].dim() - 1 if isinstance(args[0], Tensor) else False
+            mark = _Mark(result.dim() - 1 if last else given[0].dim, norms, ce)
+        if mark is None:
+            self._marks.pop(result, None)
+        else:
+            self._marks[result] = mark
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if module is self.root:
+            self._calls.clear()
+        act = None
+        if getattr(module, "takes_residual", False):
+            act = (args[2] if len(args) > 2 else None) or getattr(module, "act", None)
+        self._stack.append(_Entry(module, self.names.get(id(module)), act))
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        while self._stack and self._stack.pop().module is not module:
+            pass
+        name = self.names.get(id(module))
+        if name is None or not isinstance(output, Tensor) or output.dim() != 4:
+            return
+        if isinstance(module, EquilibriumLayer):
+            source = self._marks.get(args[0]) if args else None
+            self._marks[output] = _Mark(1, source.norms if source else (), name)
+        elif isinstance(module, NormCE2d):
+            self._marks[output] = _Mark(1, (name,), f"{name}.ce")
+        elif norm_channels(module) is not None:
+            self._marks[output] = _Mark(1, (name,))
+        elif isinstance(module, nn.LayerNorm):
+            self._marks[output] = _Mark(3, (name,))
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The network itself, without DDP and torch.compile around it."""
+    names = [name for name in WRAPPERS if isinstance(getattr(model, name, None), nn.Module)]
+    if len(names) == 1 and len(list(model.children())) == 1:
+        inner: nn.Module = getattr(model, names[0])
+        return unwrapped(inner)
+    return model
+
+
+def _moved(dim: int, name: str, args: tuple[Any, ...]) -> int:
+    """Where a dimension is after permute or transpose."""
+    rank = args[0].dim()
+    if name == "permute":
+        order = [place % rank for place in args[1]]
+    else:
+        order = list(range(rank))
+        left, right = (place % rank for place in args[1:3])
+        order[left], order[right] = order[right], order[left]
+    return order.index(dim)
