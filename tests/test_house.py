@@ -56,12 +56,17 @@ LEVELS = [
     ),
     ("analysis.channels", "analysis", "demo"),
     (
+        *("theory.game", "theory.best_response", "theory.uniqueness", "theory.equilibrium"),
+        *("theory.closed_form", "theory.link", "theory"),
+    ),
+    (
         *("train.recipes", "train.data", "train.loaders", "train.saving", "train.snapshot"),
         *("train.processes", "train.setup", "train.interrupts", "train.diagnosis"),
         *(
             "train.evaluation",
             "train.logbook",
             "train.options",
+            "train.graphs",
             "train.engine",
             "train.run",
             "train.command",
