@@ -1,5 +1,39 @@
 """Measurements of what channels do: numbers, not pictures."""
 
-from cenet.analysis.channels import inhibited_ratio
+from cenet.analysis.ablation import channel_importance, cumulative_ablation
+from cenet.analysis.attribution import gradcam
+from cenet.analysis.channels import (
+    bias_statistics,
+    channel_correlation,
+    channel_magnitude,
+    correlation_matrix,
+    equivalent_gamma,
+    first_layers_ratio,
+    gini,
+    inhibited_ratio,
+    weight_statistics,
+)
+from cenet.analysis.diagnosis import Diagnosis
+from cenet.analysis.equilibrium import decorrelation_spectrum, mixing_ratio
+from cenet.analysis.examination import diagnose
+from cenet.analysis.recorder import Recorder
 
-__all__ = ["inhibited_ratio"]
+__all__ = [
+    "Diagnosis",
+    "Recorder",
+    "bias_statistics",
+    "channel_correlation",
+    "channel_importance",
+    "channel_magnitude",
+    "correlation_matrix",
+    "cumulative_ablation",
+    "decorrelation_spectrum",
+    "diagnose",
+    "equivalent_gamma",
+    "first_layers_ratio",
+    "gini",
+    "gradcam",
+    "inhibited_ratio",
+    "mixing_ratio",
+    "weight_statistics",
+]

@@ -1,0 +1,279 @@
+"""`diagnose`: one pass over images, and what it says about every layer of a network."""
+
+import time
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import cenet.analysis.channels as measures
+from cenet.analysis.ablation import RATIOS, channel_importance, cumulative_ablation
+from cenet.analysis.diagnosis import (
+    AblationCurve,
+    Accuracy,
+    Beta,
+    Diagnosis,
+    Gamma,
+    Images,
+    Importance,
+    Layer,
+    Matrix,
+    Spectrum,
+    Subject,
+)
+from cenet.analysis.equilibrium import decorrelation_spectrum, mixing_ratio
+from cenet.analysis.recorder import Recorder
+from cenet.analysis.sample import Sample
+from cenet.analysis.statistics import LayerStatistics, shown_channels
+from cenet.analysis.watching import Site, unwrapped
+from cenet.nn import NormCE2d
+from cenet.nn.base import EquilibriumLayer
+from cenet.surgery import ce_sites
+
+THRESHOLD = 1e-2
+ABLATION_IMAGES = 128
+MATRICES = 3
+MATRIX_CHANNELS = 64
+
+Report = Callable[[str, int, int | None], None]  # what, steps done, of how many if known
+
+
+def diagnose(
+    model: nn.Module,
+    loader: Iterable[Any],
+    *,
+    layer: str | None = None,
+    ablation_images: int = ABLATION_IMAGES,
+    report: Report | None = None,
+) -> Diagnosis:
+    """Examine the channels of a network on the images of `loader`.
+
+    Every image is seen once, and memory does not grow with their number. The accuracy under
+    ablation needs many passes, so it is measured on a random sample of the images (always the same
+    for the same images). The network runs in evaluation mode, and is left as it was.
+
+    Args:
+        model: a classifier, or with unlabelled images any network that takes (N, C, H, W).
+        loader: batches of images, or of (images, labels); moved to the device of the model.
+        layer: to ablate, by the name of the layer or of the norm before it. By default that of the
+            paper: the third of a VGG, elsewhere the first that follows a norm.
+        ablation_images: size of that sample; 0 leaves ablation out.
+        report: called as it goes with what is done, how many steps, and of how many (None: not
+            known).
+
+    Raises:
+        ValueError: there are no images, no activations were seen, or `layer` is not one of them.
+    """
+    if ablation_images < 0:
+        raise ValueError(f"ablation_images={ablation_images} must be 0 or more")
+    tell = report or (lambda what, done, of: None)
+    started = time.perf_counter()
+    network = unwrapped(model)
+    with evaluating(network):
+        recorder, sample, seen = _run(network, loader, ablation_images, tell)
+        if not recorder.layers:
+            raise ValueError(
+                f"{type(network).__name__} applies no activation to feature maps of more than one "
+                "pixel; are the images too small, or is it no convolutional network?"
+            )
+        target = find_layer(network, recorder.sites, layer)
+        ablation, importance = _ablate(network, sample, target, tell)
+    sites = _sites(network)
+    layers = tuple(
+        _layer(network, recorder.sites[name], found, sites)
+        for name, found in recorder.layers.items()
+    )
+    return Diagnosis(
+        model=Subject(type(network).__name__, None, sum(p.numel() for p in network.parameters())),
+        environment=_environment(network, time.perf_counter() - started),
+        data=Images(None, seen.images, seen.size, None, ()),
+        accuracy=seen.accuracy(),
+        threshold=THRESHOLD,
+        layers=layers,
+        first_six=measures.first_layers_ratio([each.inhibited_ratio for each in layers]),
+        matrices=_matrices(recorder),
+        ablation=ablation,
+        importance=importance,
+        sites=tuple(sites),
+        gradcam=(),
+    )
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Any:
+    """The network in evaluation mode; every module is then back in its own."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+class _Seen:
+    """Counts of the stream."""
+
+    def __init__(self) -> None:
+        self.images = self.labelled = self.top1 = self.top5 = 0
+        self.size = (0, 0)
+
+    def add(self, images: Tensor, labels: Tensor | None, output: Any) -> None:
+        self.images += len(images)
+        self.size = (images.shape[2], images.shape[3])
+        if labels is None:
+            return
+        if not isinstance(output, Tensor) or output.dim() != 2:
+            raise ValueError(
+                "with labels the network must return one row of logits per image, got "
+                f"{tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__}; "
+                "give it images alone"
+            )
+        best = output.topk(min(5, output.shape[1]), 1).indices == labels[:, None]
+        self.labelled += len(labels)
+        self.top1 += int(best[:, 0].sum())
+        self.top5 += int(best.any(1).sum())
+
+    def accuracy(self) -> Accuracy | None:
+        if not self.labelled:
+            return None
+        return Accuracy(self.top1 / self.labelled, self.top5 / self.labelled)
+
+
+@torch.no_grad()
+def _run(
+    network: nn.Module, loader: Iterable[Any], sample_size: int, tell: Report
+) -> tuple[Recorder, Sample, _Seen]:
+    device = next((p.device for p in network.parameters()), torch.device("cpu"))
+    recorder, sample, seen = Recorder(network), Sample(sample_size), _Seen()
+    for batch in loader:
+        images, labels = batch if isinstance(batch, tuple | list) else (batch, None)
+        if images.dim() != 4:
+            raise ValueError(f"expected images (N, C, H, W), got shape {tuple(images.shape)}")
+        if not len(images):
+            continue
+        images = images.to(device, non_blocking=True)
+        labels = None if labels is None else labels.to(device)
+        with recorder:
+            output = network(images)
+        seen.add(images, labels, output)
+        if labels is not None:
+            sample.add(images, labels)
+        tell("images", seen.images, None)
+    if not seen.images:
+        raise ValueError("there are no images to show to the network")
+    return recorder, sample, seen
+
+
+def find_layer(model: nn.Module, sites: dict[str, Site], wanted: str | None) -> str:
+    """The name of the layer to ablate."""
+    names = list(sites)
+    if wanted is None:
+        if "vgg" in type(model).__name__.lower():
+            return names[min(2, len(names) - 1)]
+        return next((name for name in names if sites[name].norms), names[0])
+    for name, site in sites.items():
+        if wanted in (name, *site.norms[:1]):
+            return name
+    raise ValueError(f"layer {wanted!r} is not one of the layers seen: {', '.join(names)}")
+
+
+def _ablate(
+    network: nn.Module, sample: Sample, target: str, tell: Report
+) -> tuple[AblationCurve | None, Importance | None]:
+    batches = sample.batches()
+    if not batches:
+        return None, None
+    seed = 0
+    curve = cumulative_ablation(
+        network, batches, target, seed=seed, report=lambda i, n: tell("ablation", i, n)
+    )
+    drops = channel_importance(
+        network, batches, target, report=lambda i, n: tell("importance", i, n)
+    )
+    top1 = tuple(tuple(row) for row in curve.tolist())
+    return (
+        AblationCurve(target, RATIOS, top1, seed),
+        Importance(target, tuple(drops.tolist()), measures.gini(drops)),
+    )
+
+
+def _sites(network: nn.Module) -> dict[str, None]:
+    """Names of the norms that insert_ce_ chooses; none if the network cannot be traced."""
+    try:
+        return {site.name: None for site in ce_sites(network) if site.default}
+    except ValueError:
+        return {}
+
+
+def _layer(
+    network: nn.Module, site: Site, found: LayerStatistics, sites: dict[str, None]
+) -> Layer:
+    mean_abs = found.mean_abs
+    correlation = measures.channel_correlation(found.mean, found.covariance)
+    # where branches are added, the norm of the longer one
+    norm = next((name for name in site.norms if name in sites), next(iter(site.norms), None))
+    ce = None if site.ce is None else network.get_submodule(site.ce)
+    assert ce is None or isinstance(ce, EquilibriumLayer)
+    spectrum = None if ce is None else decorrelation_spectrum(ce)
+    gamma, beta = _affine(None if norm is None else network.get_submodule(norm))
+    return Layer(
+        name=site.name,
+        activation=site.activation,
+        norm=norm,
+        channels=site.channels,
+        height=found.size[0],
+        width=found.size[1],
+        mean_abs=tuple(mean_abs.tolist()),
+        asleep=tuple((mean_abs < THRESHOLD).nonzero().flatten().tolist()),
+        inhibited_ratio=measures.inhibited_ratio(mean_abs, THRESHOLD),
+        correlation=correlation.mean,
+        constant=correlation.constant,
+        magnitude=tuple(tuple(row) for row in found.magnitude.tolist()),
+        gamma=gamma,
+        beta=beta,
+        ce_site=norm in sites,
+        has_ce=ce is not None,
+        mix=None if ce is None else mixing_ratio(ce),
+        spectrum=None if spectrum is None else _extremes(spectrum),
+    )
+
+
+def _extremes(spectrum: Tensor) -> Spectrum:
+    return Spectrum(spectrum[0].item(), spectrum.median().item(), spectrum[-1].item())
+
+
+def _affine(norm: nn.Module | None) -> tuple[Gamma | None, Beta | None]:
+    norm = norm.norm if isinstance(norm, NormCE2d) else norm
+    weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
+    return (
+        None if weight is None else Gamma(*measures.weight_statistics(weight)),
+        None if bias is None else Beta(*measures.bias_statistics(bias)),
+    )
+
+
+def _matrices(recorder: Recorder) -> tuple[Matrix, ...]:
+    """Correlations of an early, a middle and a late layer."""
+    names = list(recorder.layers)
+    places = {round(i * (len(names) - 1) / (MATRICES - 1)) for i in range(MATRICES)}
+    found = []
+    for name in (names[place] for place in sorted(places)):
+        layer = recorder.layers[name]
+        kept = shown_channels(layer.channels)
+        count = min(len(kept), MATRIX_CHANNELS)
+        chosen = [place * len(kept) // count for place in range(count)]
+        matrix = measures.correlation_matrix(layer.mean, layer.covariance)[chosen][:, chosen]
+        values = tuple(tuple(row) for row in matrix.tolist())
+        found.append(Matrix(name, tuple(kept[place] for place in chosen), values))
+    return tuple(found)
+
+
+def _environment(network: nn.Module, seconds: float) -> dict[str, Any]:
+    from cenet.train.logbook import environment
+
+    device = next((p.device for p in network.parameters()), torch.device("cpu"))
+    facts = environment(device, 1)
+    wanted = ("cenet", "commit", "torch", "timm", "torchvision", "device", "command")
+    return {**{name: facts[name] for name in wanted}, "seconds": round(seconds, 3)}
