@@ -208,9 +208,7 @@ def _sites(network: nn.Module) -> dict[str, None]:
         return {}
 
 
-def _layer(
-    network: nn.Module, site: Site, found: LayerStatistics, sites: dict[str, None]
-) -> Layer:
+def _layer(network: nn.Module, site: Site, found: LayerStatistics, sites: dict[str, None]) -> Layer:
     mean_abs = found.mean_abs
     correlation = measures.channel_correlation(found.mean, found.covariance)
     # where branches are added, the norm of the longer one
