@@ -1,5 +1,6 @@
 """A folder of images as a stream of batches. Files that are no use are counted, never fatal."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -40,18 +41,20 @@ def find_images(folder: Path, limit: int | None = None) -> Found:
     if (folder / "train").is_dir():
         tests = (folder / name for name in ("test", "val") if (folder / name).is_dir())
         folder = next(tests, folder)
-    classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
-    paths: list[Path] = []
-    skipped: list[Skipped] = []
-    for path in sorted(entry for entry in folder.rglob("*") if not entry.is_dir()):
-        if path.suffix.lower() not in IMG_EXTENSIONS:
-            skipped.append(Skipped(str(path), "not an image file"))
-        elif classes and path.parent == folder:
-            skipped.append(Skipped(str(path), "outside the class folders"))
-        else:
-            paths.append(path)
+    # links to folders are followed, which Path.rglob does not do
+    walk = os.walk(folder, followlinks=True)
+    files = sorted(Path(place, name) for place, _, names in walk for name in names)
+    paths = [path for path in files if path.suffix.lower() in IMG_EXTENSIONS]
     if not paths:
         raise ValueError(f"{folder} has no image files ({', '.join(IMG_EXTENSIONS)})")
+    others = [path for path in files if path.suffix.lower() not in IMG_EXTENSIONS]
+    skipped = [Skipped(str(path), "not an image file") for path in others]
+    classes: list[str] = []
+    if any(path.parent != folder for path in paths):
+        classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+        stray = [path for path in paths if path.parent == folder]
+        skipped += [Skipped(str(path), "outside the class folders") for path in stray]
+        paths = [path for path in paths if path.parent != folder]
     # a stream sorted by class would begin with one class
     order = torch.randperm(len(paths), generator=torch.Generator().manual_seed(0)).tolist()
     paths = [paths[place] for place in order[:limit]]

@@ -1,13 +1,13 @@
 """`Monitor`: inhibited channels, correlation and λ of every layer while anybody's loop trains."""
 
 import csv
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from cenet.analysis.channels import channel_correlation, inhibited_ratio
 from cenet.analysis.equilibrium import mixing_ratio
@@ -29,7 +29,7 @@ class Monitor:
 
     Training goes on as without it, to the last bit: the pass itself is watched, nothing runs twice.
     A network compiled by torch.compile cannot be watched inside; its original runs once more on the
-    same batch, without gradients, and running statistics and random numbers are put back.
+    same batch, without gradients, and running statistics and random numbers stay as they are.
 
     Under DDP every process that makes a monitor measures its own batch, without communication.
 
@@ -78,7 +78,7 @@ class Monitor:
         if self.step % self.every == 0:
             self._look = _Look(self._network)
             if not self._compiled:
-                self._look.__enter__()
+                self._look.begin()
         self.step += 1
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -86,8 +86,8 @@ class Monitor:
         if look is None:
             return
         if self._compiled:
-            with _without_traces(self._network), look:
-                self._network(*args, **kwargs)
+            with look:
+                _run_apart(self._network, args, kwargs)
         else:
             look.__exit__(None, None, None)
         if output is not None:  # None: the pass has failed
@@ -137,18 +137,13 @@ def _rows(x: Tensor, dim: int) -> Tensor:
     return rows[:, :: -(-rows.shape[1] // POSITIONS)]
 
 
-@contextmanager
-def _without_traces(network: nn.Module) -> Iterator[None]:
-    """What runs inside has no gradients, and leaves buffers and random numbers as they were."""
-    buffers = [(buffer, buffer.clone()) for buffer in network.buffers()]
-    devices = {buffer.device for buffer, _ in buffers if buffer.is_cuda}
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=list(devices)):
-            yield
-    finally:
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+def _run_apart(network: nn.Module, args: Any, kwargs: Any) -> None:
+    """One more pass without gradients, which leaves buffers and random numbers as they are."""
+    # copies: between forward and backward, autograd does not allow a buffer to be written
+    buffers = {name: buffer.clone() for name, buffer in network.named_buffers()}
+    devices = {tensor.device for tensor in network.parameters() if tensor.is_cuda}
+    with torch.no_grad(), torch.random.fork_rng(devices=list(devices)):
+        functional_call(network, buffers, args, kwargs)
 
 
 def _receiver(to: Any) -> Callback:

@@ -82,7 +82,7 @@ class LayerStatistics:
             values = part if len(shown) == self.channels else part[:, shown]
             rows = values.double().transpose(0, 1).flatten(1)
             mean = rows.mean(1)
-            rows -= mean[:, None]
+            rows = rows - mean[:, None]  # not in place: it may be the activation itself
             self._add(rows.shape[1], mean, rows @ rows.T)
 
     def see_after(self, y: Tensor) -> None:

@@ -114,6 +114,11 @@ class ActivationWatch(TorchDispatchMode):
         self._hooks.close()
         super().__exit__(*args)
 
+    def begin(self) -> None:
+        """Enter from a hook of the network itself, which is running already."""
+        self.__enter__()
+        self._stack.append(_Entry(self.root, "", None))
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
