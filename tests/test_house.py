@@ -52,9 +52,8 @@ LEVELS = [
     (
         *("models.blocks", "models.interface", "models.shufflenetv2", "models.vgg"),
         *("models.conversion", "models.placement", "models.factory", "models.released"),
-        *("models.entrypoints", "models", "models.cost", "models.timing"),
+        *("models.entrypoints", "models", "models.cost", "models.timing", "models.lookup"),
     ),
-    ("analysis.channels", "analysis", "demo"),
     (
         *("theory.game", "theory.best_response", "theory.uniqueness", "theory.equilibrium"),
         *("theory.closed_form", "theory.link", "theory"),
@@ -76,6 +75,13 @@ LEVELS = [
         ),
         "train",
     ),
+    (
+        *("analysis.channels", "analysis.statistics", "analysis.equilibrium"),
+        *("analysis.watching", "analysis.recorder", "analysis.ablation", "analysis.attribution"),
+        *("analysis.monitor", "analysis.sample", "analysis.records", "analysis.diagnosis"),
+        *("analysis.examination", "analysis", "analysis.overlays", "analysis.images"),
+        *("analysis.subjects", "analysis.summary", "analysis.command", "demo"),
+    ),
     ("cli", "__main__"),
 ]
 ORDER = {name: index for index, name in enumerate(name for level in LEVELS for name in level)}
@@ -87,6 +93,7 @@ PUBLIC = {
     "NormCE2d",
     "ce_sites",
     "convert_sync_ce",
+    "diagnose",
     "fold_ce",
     "freeze_ce_",
     "functional",

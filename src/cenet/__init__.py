@@ -1,6 +1,7 @@
 """Channel equilibrium for convolutional networks."""
 
 from cenet import functional
+from cenet.analysis import diagnose
 from cenet.calibration import update_ce_stats
 from cenet.checkpoints import load_released_ce_
 from cenet.folding import fold_ce
@@ -24,6 +25,7 @@ __all__ = [
     "NormCE2d",
     "ce_sites",
     "convert_sync_ce",
+    "diagnose",
     "fold_ce",
     "freeze_ce_",
     "functional",

@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.box import SIMPLE_HEAD
@@ -12,9 +12,6 @@ from rich.table import Table
 
 from cenet import __version__
 
-if TYPE_CHECKING:
-    from torch import nn
-
 
 def sites(model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]) -> None:
     """List where CE can go in a network, and where `insert_ce_` puts it by default.
@@ -22,10 +19,11 @@ def sites(model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MOD
     Args:
         model: a timm model name such as resnet50, or torchvision/NAME.
     """
+    from cenet.models.lookup import create_named
     from cenet.surgery import ce_sites
 
     try:
-        found = ce_sites(_create(model))
+        found = ce_sites(create_named(model))
     except ValueError as error:
         raise SystemExit(str(error)) from error
     if not found:
@@ -162,6 +160,44 @@ def export(
     print(f"wrote {out}")
 
 
+def diagnose(
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")],
+    data: Path | None = None,
+    checkpoint: Path | None = None,
+    limit: int | None = None,
+    size: int | None = None,
+    batch: int = 32,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    layer: str | None = None,
+    ablation_images: int = 128,
+    out: Path = Path("diagnosis"),
+) -> None:
+    """Say which channels of a network are asleep, how redundant the others are, and what it costs.
+
+    Args:
+        model: a timm model name such as resnet50, torchvision/NAME, or a folder of `cenet train`.
+        data: folder of class folders with images, or of images without labels. A run on digits
+            needs none.
+        checkpoint: weights of the model (.safetensors or .pth); random without. A run has its own.
+        limit: use so many images, chosen at random.
+        size: height and width of the images; by default the network's own.
+        batch: images at a time.
+        device: where to run; auto takes cuda where there is one.
+        layer: to ablate, by its name or that of the norm before it; by default as in the paper.
+        ablation_images: how many labelled images the ablation uses, 0 to leave it out.
+        out: folder for diagnosis.json.
+    """
+    from cenet.analysis.command import run
+
+    try:
+        run(
+            model, data, out, checkpoint=checkpoint, limit=limit, size=size, batch=batch,
+            device=device, layer=layer, ablation_images=ablation_images,
+        )  # fmt: skip
+    except (ValueError, OSError) as error:
+        raise SystemExit(str(error)) from error
+
+
 def demo(epochs: int = 40, seeds: int = 3) -> None:
     """Train a small VGG with and without CE on digits (CPU, about two minutes) and compare.
 
@@ -262,6 +298,7 @@ def main() -> None:
         {
             "bench": bench,
             "demo": demo,
+            "diagnose": diagnose,
             "eval": evaluate,
             "export": export,
             "models": models,
@@ -278,29 +315,6 @@ def _has_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def _create(name: str) -> "nn.Module":
-    if name.startswith("torchvision/"):
-        import torchvision
-
-        short = name.removeprefix("torchvision/")
-        if short not in torchvision.models.list_models(module=torchvision.models):
-            raise SystemExit(
-                f"{name} is not a classification network of torchvision; see "
-                "torchvision.models.list_models(module=torchvision.models)"
-            )
-        network: nn.Module = torchvision.models.get_model(short, weights=None)
-        return network
-    import timm
-
-    import cenet.models  # noqa: F401, registers
-
-    short = name.removeprefix("timm/")
-    if not timm.is_model(short):
-        raise SystemExit(f"{name} is not a timm model; use torchvision/NAME for torchvision's")
-    model: nn.Module = timm.create_model(short, pretrained=False)
-    return model
 
 
 if __name__ == "__main__":

@@ -16,10 +16,12 @@ from cenet.analysis.channels import (
 from cenet.analysis.diagnosis import Diagnosis
 from cenet.analysis.equilibrium import decorrelation_spectrum, mixing_ratio
 from cenet.analysis.examination import diagnose
+from cenet.analysis.monitor import Monitor
 from cenet.analysis.recorder import Recorder
 
 __all__ = [
     "Diagnosis",
+    "Monitor",
     "Recorder",
     "bias_statistics",
     "channel_correlation",

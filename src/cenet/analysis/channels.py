@@ -59,7 +59,8 @@ def first_layers_ratio(ratios: Sequence[float], count: int = FIRST_LAYERS) -> fl
 
 def channel_magnitude(x: Tensor) -> Tensor:
     """ℓ2 over channels at each location: (N, C, H, W) -> (N, H, W)."""
-    return torch.linalg.vector_norm(x, dim=1)
+    lengths: Tensor = torch.linalg.vector_norm(x, dim=1)
+    return lengths
 
 
 def correlation_matrix(mean: Tensor, covariance: Tensor) -> Tensor:

@@ -163,10 +163,9 @@ class Diagnosis:
         """Undo `as_dict`; ValueError if it is something else, or of another version."""
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             raise ValueError(f"this is not a diagnosis: it has no format {FORMAT!r}")
-        if values.get("version") != VERSION:
-            raise ValueError(
-                f"this diagnosis is of version {values.get('version')!r}; this cenet reads {VERSION}"
-            )
+        version = values.get("version")
+        if version != VERSION:
+            raise ValueError(f"this diagnosis is of version {version!r}, not {VERSION}")
         content = {key: item for key, item in values.items() if key not in ("format", "version")}
         return from_json(cls, content)
 

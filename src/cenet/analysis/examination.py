@@ -1,5 +1,6 @@
 """`diagnose`: one pass over images, and what it says about every layer of a network."""
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
@@ -208,9 +209,7 @@ def _sites(network: nn.Module) -> dict[str, None]:
         return {}
 
 
-def _layer(
-    network: nn.Module, site: Site, found: LayerStatistics, sites: dict[str, None]
-) -> Layer:
+def _layer(network: nn.Module, site: Site, found: LayerStatistics, sites: dict[str, None]) -> Layer:
     mean_abs = found.mean_abs
     correlation = measures.channel_correlation(found.mean, found.covariance)
     # where branches are added, the norm of the longer one
@@ -226,12 +225,12 @@ def _layer(
         channels=site.channels,
         height=found.size[0],
         width=found.size[1],
-        mean_abs=tuple(mean_abs.tolist()),
+        mean_abs=_plain(mean_abs),
         asleep=tuple((mean_abs < THRESHOLD).nonzero().flatten().tolist()),
         inhibited_ratio=measures.inhibited_ratio(mean_abs, THRESHOLD),
         correlation=correlation.mean,
         constant=correlation.constant,
-        magnitude=tuple(tuple(row) for row in found.magnitude.tolist()),
+        magnitude=tuple(map(_plain, found.magnitude)),
         gamma=gamma,
         beta=beta,
         ce_site=norm in sites,
@@ -239,6 +238,11 @@ def _layer(
         mix=None if ce is None else mixing_ratio(ce),
         spectrum=None if spectrum is None else _extremes(spectrum),
     )
+
+
+def _plain(values: Tensor) -> tuple[float | None, ...]:
+    """Numbers, None for those that are not finite."""
+    return tuple(value if math.isfinite(value) else None for value in values.tolist())
 
 
 def _extremes(spectrum: Tensor) -> Spectrum:
@@ -265,8 +269,8 @@ def _matrices(recorder: Recorder) -> tuple[Matrix, ...]:
         count = min(len(kept), MATRIX_CHANNELS)
         chosen = [place * len(kept) // count for place in range(count)]
         matrix = measures.correlation_matrix(layer.mean, layer.covariance)[chosen][:, chosen]
-        values = tuple(tuple(row) for row in matrix.tolist())
-        found.append(Matrix(name, tuple(kept[place] for place in chosen), values))
+        shown = tuple(kept[place] for place in chosen)
+        found.append(Matrix(name, shown, tuple(map(_plain, matrix))))
     return tuple(found)
 
 

@@ -43,7 +43,8 @@ def _read(kind: Any, value: Any, where: str) -> Any:
         unknown = [key for key in value if key not in keys.values()]
         if missing or unknown:
             raise ValueError(f"{where or 'the file'}: missing {missing}, unknown {unknown}")
-        return kind(**{n: _read(hints[n], value[k], _join(where, k)) for n, k in keys.items()})
+        make: Any = kind
+        return make(**{n: _read(hints[n], value[k], _join(where, k)) for n, k in keys.items()})
     if origin is tuple:
         _expect(isinstance(value, list), where, "a list", value)
         if arguments[-1] is Ellipsis:
@@ -51,7 +52,7 @@ def _read(kind: Any, value: Any, where: str) -> Any:
         else:
             _expect(len(value) == len(arguments), where, f"{len(arguments)} values", value)
             kinds = list(arguments)
-        return tuple(_read(k, v, f"{where}[{i}]") for i, (k, v) in enumerate(zip(kinds, value)))
+        return tuple(_read(kinds[i], item, f"{where}[{i}]") for i, item in enumerate(value))
     if origin is dict:
         _expect(isinstance(value, dict), where, "an object", value)
         return dict(value)

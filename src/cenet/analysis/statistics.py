@@ -4,7 +4,8 @@ Everything is in float64. The covariance is merged by Chan's formula, so a mean 
 the deviation costs no digits, and batches of any size in any order give the same to rounding.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,9 +53,7 @@ class LayerStatistics:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float64, device=device)
 
-        return cls(
-            size, 0, 0, zeros(channels), zeros(*grid), 0, zeros(shown), zeros(shown, shown)
-        )
+        return cls(size, 0, 0, zeros(channels), zeros(*grid), 0, zeros(shown), zeros(shown, shown))
 
     @property
     def channels(self) -> int:
@@ -83,7 +82,7 @@ class LayerStatistics:
             values = part if len(shown) == self.channels else part[:, shown]
             rows = values.double().transpose(0, 1).flatten(1)
             mean = rows.mean(1)
-            rows -= mean[:, None]
+            rows = rows - mean[:, None]  # not in place: it may be the activation itself
             self._add(rows.shape[1], mean, rows @ rows.T)
 
     def see_after(self, y: Tensor) -> None:
@@ -107,11 +106,12 @@ class LayerStatistics:
 
     def to(self, device: torch.device | str) -> "LayerStatistics":
         """The same on another device."""
-        moved = {
-            name: value.to(device) if isinstance(value, Tensor) else value
+        moved: dict[str, Any] = {
+            name: value.to(device)
             for name, value in vars(self).items()
+            if isinstance(value, Tensor)
         }
-        return LayerStatistics(**moved)
+        return replace(self, **moved)
 
     def _add(self, pixels: int, mean: Tensor, scatter: Tensor) -> None:
         """Chan's formula."""

@@ -6,11 +6,9 @@ are watched, below autograd, which changes nothing about the run: no kernel, no 
 """
 
 from collections import Counter
-
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_forward_hook,
@@ -86,7 +84,9 @@ class ActivationWatch(TorchDispatchMode):
         """Watch `model`, or what DDP or torch.compile wrap."""
         super().__init__()
         self.root = unwrapped(model)
-        self.names = {id(module): name for name, module in self.root.named_modules()}
+        self.names: dict[int, str] = {
+            id(module): name for name, module in self.root.named_modules()
+        }
         self._stack: list[_Entry] = []
         self._calls: Counter[str] = Counter()
         self._marks: Any = WeakIdKeyDictionary()
@@ -113,6 +113,11 @@ class ActivationWatch(TorchDispatchMode):
         """Stop watching."""
         self._hooks.close()
         super().__exit__(*args)
+
+    def begin(self) -> None:
+        """Enter from a hook of the network itself, which is running already."""
+        self.__enter__()
+        self._stack.append(_Entry(self.root, "", None))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -1,0 +1,168 @@
+"""`cenet diagnose`: find network and images, examine, say what was found, write diagnosis.json."""
+
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+from cenet.analysis.diagnosis import Cam, Diagnosis, Images, Skipped, Subject
+from cenet.analysis.examination import ABLATION_IMAGES, diagnose
+from cenet.analysis.images import ImageStream, find_images
+from cenet.analysis.overlays import overlays
+from cenet.analysis.subjects import Examinee, find_examinee, num_outputs
+from cenet.analysis.summary import print_summary
+from cenet.train.data import Resident, load_test
+from cenet.train.loaders import evaluation_batches
+from cenet.train.processes import start
+
+FILE = "diagnosis.json"
+
+
+class Shown(NamedTuple):
+    """What the network will see."""
+
+    batches: Callable[[], Iterable[Any]]  # from the beginning
+    total: int  # images, if all can be read
+    classes: tuple[str, ...] | None  # in the order of the labels
+    skipped: list[Skipped]  # while looking for images
+    note: str | None  # why there is no accuracy
+    files: ImageStream | None  # knows which could not be read
+
+
+def run(
+    model: str,
+    data: Path | None,
+    out: Path,
+    *,
+    checkpoint: Path | None = None,
+    limit: int | None = None,
+    size: int | None = None,
+    batch: int = 32,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    layer: str | None = None,
+    ablation_images: int = ABLATION_IMAGES,
+) -> Diagnosis:
+    """Examine a network, print what was found and write `out/diagnosis.json`.
+
+    Raises:
+        ValueError: network, checkpoint, images or an option are no use; the message says which.
+    """
+    for name, value in {"limit": limit, "size": size, "batch": batch}.items():
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} {value} must be at least 1")
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file; it must be a folder")
+    place = start(device).device
+    examinee = find_examinee(model, checkpoint)
+    examinee.network.to(place).eval()
+    shown = _shown(examinee, data, limit, size or examinee.size, batch)
+    with _progress() as progress:
+        tasks: dict[str, Any] = {}
+
+        def report(what: str, done: int, of: int | None) -> None:
+            if what not in tasks:
+                tasks[what] = progress.add_task(what, total=of or shown.total)
+            progress.update(tasks[what], completed=done)
+
+        try:
+            found = diagnose(
+                examinee.network, shown.batches(), layer=layer, ablation_images=ablation_images,
+                report=report,
+            )  # fmt: skip
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"{model} cannot be run on these images: {reason}") from error
+    diagnosis = _completed(found, examinee, data, shown, place)
+    diagnosis.write(out / FILE)
+    notes = [] if shown.note is None else [shown.note]
+    if diagnosis.model.checkpoint is None:
+        notes.append(f"The weights of {model} are random: there is no --checkpoint.")
+    print_summary(diagnosis, notes)
+    print(f"wrote {out / FILE}")
+    return diagnosis
+
+
+def _shown(
+    examinee: Examinee, data: Path | None, limit: int | None, size: int, batch: int
+) -> Shown:
+    if examinee.run is not None:
+        recipe, inputs = examinee.run
+        if data is None or (data / "cifar-10-batches-py").is_dir():
+            test = load_test(recipe, data)
+            assert isinstance(test, Resident)
+            order = torch.randperm(len(test.labels), generator=torch.Generator().manual_seed(0))
+            chosen = test._replace(
+                images=test.images[order[:limit]], labels=test.labels[order[:limit]]
+            )
+            batches = partial(
+                evaluation_batches, chosen, inputs, size=size, batch=batch,
+                device=torch.device("cpu"), channels_last=False,
+            )  # fmt: skip
+            return Shown(batches, len(chosen.labels), test.classes, [], None, None)
+    if data is None:
+        raise ValueError(f"say which images to show to {examinee.name} with --data FOLDER")
+    found = find_images(data, limit)
+    labels, classes, note = _labels(found.labels, found.classes, examinee)
+    stream = ImageStream(found.paths, labels, examinee.transform(size), batch)
+    return Shown(lambda: stream, len(found.paths), classes, found.skipped, note, stream)
+
+
+def _labels(
+    names: list[str] | None, folders: tuple[str, ...] | None, examinee: Examinee
+) -> tuple[list[int] | None, tuple[str, ...] | None, str | None]:
+    """Classes of the images as places among the logits, their names, or why there are none."""
+    if names is None or folders is None:
+        return None, None, "The images have no labels (no class folders), so there is no accuracy."
+    classes, outputs = examinee.classes, num_outputs(examinee.network)
+    if classes is None or not set(folders) <= set(classes):
+        if examinee.run is not None:
+            unknown = sorted(set(folders) - set(classes or ()))
+            return None, None, f"The run does not know the classes {unknown}: there is no accuracy."
+        classes = folders
+    if outputs != len(classes):
+        return None, None, (
+            f"The images have {len(folders)} classes and the network tells {outputs} apart, so "
+            "there is no accuracy."
+        )  # fmt: skip
+    place = {name: i for i, name in enumerate(classes)}
+    return [place[name] for name in names], classes, None
+
+
+def _completed(
+    found: Diagnosis, examinee: Examinee, data: Path | None, shown: Shown, device: torch.device
+) -> Diagnosis:
+    """The diagnosis with what only the command knows."""
+    late = () if shown.files is None else tuple(shown.files.skipped)
+    folder = None if data is None else str(data)
+    return replace(
+        found,
+        model=Subject(examinee.name, examinee.checkpoint, found.model.parameters),
+        data=Images(
+            folder, found.data.images, found.data.size, shown.classes, (*shown.skipped, *late)
+        ),
+        gradcam=_pictures(examinee, shown, device),
+    )
+
+
+def _pictures(examinee: Examinee, shown: Shown, device: torch.device) -> tuple[Cam, ...]:
+    batch = next(iter(shown.batches()))
+    images, labels = (batch, None) if isinstance(batch, Tensor) else batch
+    return overlays(examinee.network, images.to(device), labels, shown.classes)
+
+
+def _progress() -> Progress:
+    columns = (
+        TextColumn("{task.description:10}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    # in a log file, lines of a bar are noise
+    return Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty())

@@ -1,0 +1,121 @@
+"""A folder of images as a stream of batches. Files that are no use are counted, never fatal."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torchvision.datasets.folder import IMG_EXTENSIONS
+
+from cenet.analysis.diagnosis import Skipped
+
+READERS = 4  # threads
+
+
+class Found(NamedTuple):
+    """The images of a folder."""
+
+    paths: list[Path]
+    labels: list[str] | None  # names of the class folders
+    classes: tuple[str, ...] | None
+    skipped: list[Skipped]
+
+
+def find_images(folder: Path, limit: int | None = None) -> Found:
+    """Images of class folders, `folder/CLASS/*`, or of a flat folder, which has no labels.
+
+    A folder with `train` and `test` (or `val`) stands for the latter.
+
+    Args:
+        folder: where to look.
+        limit: take so many at random, the same in every run.
+
+    Raises:
+        ValueError: it is not a folder, or has no image files.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"--data {folder} is not a folder")
+    if (folder / "train").is_dir():
+        tests = (folder / name for name in ("test", "val") if (folder / name).is_dir())
+        folder = next(tests, folder)
+    # links to folders are followed, which Path.rglob does not do
+    walk = os.walk(folder, followlinks=True)
+    files = sorted(Path(place, name) for place, _, names in walk for name in names)
+    paths = [path for path in files if path.suffix.lower() in IMG_EXTENSIONS]
+    if not paths:
+        raise ValueError(f"{folder} has no image files ({', '.join(IMG_EXTENSIONS)})")
+    others = [path for path in files if path.suffix.lower() not in IMG_EXTENSIONS]
+    skipped = [Skipped(str(path), "not an image file") for path in others]
+    classes: list[str] = []
+    if any(path.parent != folder for path in paths):
+        classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+        stray = [path for path in paths if path.parent == folder]
+        skipped += [Skipped(str(path), "outside the class folders") for path in stray]
+        paths = [path for path in paths if path.parent != folder]
+    # a stream sorted by class would begin with one class
+    order = torch.randperm(len(paths), generator=torch.Generator().manual_seed(0)).tolist()
+    paths = [paths[place] for place in order[:limit]]
+    if not classes:
+        return Found(paths, None, None, skipped)
+    labels = [path.relative_to(folder).parts[0] for path in paths]
+    return Found(paths, labels, tuple(classes), skipped)
+
+
+class ImageStream:
+    """Batches of images, or of images and labels, from files.
+
+    Attributes:
+        skipped: files that could not be read, so far.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        labels: Sequence[int] | None,
+        transform: Callable[[Any], Tensor],
+        batch: int,
+    ) -> None:
+        """Read nothing yet."""
+        self.paths, self.labels = paths, labels
+        self.transform, self.batch = transform, batch
+        self.skipped: list[Skipped] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        """Read the files, a batch at a time; ValueError if none of them can be read."""
+        self.skipped = []
+        usable = 0
+        with ThreadPoolExecutor(READERS) as pool:
+            for start in range(0, len(self.paths), self.batch):
+                places = range(start, min(start + self.batch, len(self.paths)))
+                images, kept = [], []
+                for place, read in zip(places, pool.map(self._read, places), strict=True):
+                    if isinstance(read, Skipped):
+                        self.skipped.append(read)
+                    else:
+                        images.append(read)
+                        kept.append(place)
+                usable += len(kept)
+                if images and self.labels is not None:
+                    yield torch.stack(images), torch.tensor([self.labels[i] for i in kept])
+                elif images:
+                    yield torch.stack(images)
+        if not usable:
+            first = self.skipped[0]
+            raise ValueError(
+                f"none of {len(self.paths)} image files can be read; the first: {first.path}: "
+                f"{first.reason}"
+            )
+
+    def _read(self, place: int) -> Tensor | Skipped:
+        from PIL import Image
+
+        path = self.paths[place]
+        try:
+            with Image.open(path) as image:
+                return self.transform(image.convert("RGB"))
+        except Exception as error:  # decoders raise many kinds on damaged bytes
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            return Skipped(str(path), reason.replace(str(path), "the file"))

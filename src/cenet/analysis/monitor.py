@@ -1,0 +1,178 @@
+"""`Monitor`: inhibited channels, correlation and λ of every layer while anybody's loop trains."""
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from cenet.analysis.channels import channel_correlation, inhibited_ratio
+from cenet.analysis.equilibrium import mixing_ratio
+from cenet.analysis.watching import ActivationWatch, Site, unwrapped
+from cenet.nn import ce_layers
+
+EVERY = 100
+# of one batch: enough for two digits, and cheap
+POSITIONS = 4096
+CHANNELS = 256
+
+Values = dict[str, dict[str, float]]  # by layer: inhibited_ratio, correlation, lambda
+Callback = Callable[[int, Values], None]
+FIELDS = ("step", "layer", "inhibited_ratio", "correlation", "lambda")
+
+
+class Monitor:
+    """Looks at every `every`-th forward pass of a network in training mode, and tells `to`.
+
+    Training goes on as without it, to the last bit: the pass itself is watched, nothing runs twice.
+    A network compiled by torch.compile cannot be watched inside; its original runs once more on the
+    same batch, without gradients, and running statistics and random numbers stay as they are.
+
+    Under DDP every process that makes a monitor measures its own batch, without communication.
+
+    Args:
+        model: what the training loop calls: a network, DDP around it, or torch.compile's.
+        every: forward passes in training mode between two looks, the first included.
+        to: a file that gets rows of CSV, a SummaryWriter of TensorBoard, or a function of the step
+            (forward passes before this one) and of the values by layer.
+
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+    >>> monitor = Monitor(model, to=lambda step, values: print(step, list(values)))
+    >>> y = model(torch.randn(2, 3, 8, 8))
+    0 ['2']
+    >>> monitor.close()
+    """
+
+    def __init__(
+        self, model: nn.Module, *, to: Callback | str | Path | Any, every: int = EVERY
+    ) -> None:
+        """Start watching."""
+        if every < 1:
+            raise ValueError(f"every={every} must be at least 1")
+        if getattr(unwrapped(model), "_compiled_call_impl", None) is not None:
+            raise ValueError(
+                "a module compiled in place cannot be watched; use compiled = torch.compile(model) "
+                "and Monitor(compiled)"
+            )
+        self.every, self.step = every, 0
+        self._network = unwrapped(model)
+        self._compiled = any(hasattr(module, "_orig_mod") for module in model.modules())
+        self._tell = _receiver(to)
+        self._look: _Look | None = None
+        self._handles = [
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
+        ]
+
+    def close(self) -> None:
+        """Stop watching."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling() or not module.training:
+            return
+        if self.step % self.every == 0:
+            self._look = _Look(self._network)
+            if not self._compiled:
+                self._look.begin()
+        self.step += 1
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        look, self._look = self._look, None
+        if look is None:
+            return
+        if self._compiled:
+            with look:
+                _run_apart(self._network, args, kwargs)
+        else:
+            look.__exit__(None, None, None)
+        if output is not None:  # None: the pass has failed
+            self._tell(self.step - 1, look.values())
+
+
+class _Look(ActivationWatch):
+    """One forward pass, of each layer at most POSITIONS pixels."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.found: dict[str, list[Any]] = {}
+        self.fed: dict[str, str] = {}  # by CE layer, the layer it goes into
+
+    def before(self, site: Site, x: Tensor) -> None:
+        """Correlation among at most CHANNELS channels."""
+        rows = _rows(x, site.dim)
+        rows = rows[:: -(-len(rows) // CHANNELS)].double()
+        mean = rows.mean(1)
+        rows = rows - mean[:, None]
+        self.found[site.name] = [mean, rows @ rows.T / rows.shape[1]]
+        if site.ce is not None:
+            self.fed[site.ce] = site.name
+
+    def after(self, site: Site, y: Tensor) -> None:
+        """Mean absolute value of every channel."""
+        self.found[site.name].append(_rows(y, site.dim).float().abs().mean(1))
+
+    def values(self) -> Values:
+        """By layer; λ of a CE layer that goes into none of them, under its own name."""
+        values: Values = {}
+        for name, (mean, covariance, magnitude) in self.found.items():
+            correlation = channel_correlation(mean, covariance).mean
+            values[name] = {"inhibited_ratio": inhibited_ratio(magnitude)}
+            if correlation is not None:
+                values[name]["correlation"] = correlation
+        for name, ce in ce_layers(self.root):
+            mix = mixing_ratio(ce)
+            if mix is not None:
+                values.setdefault(self.fed.get(name, name), {})["lambda"] = mix
+        return values
+
+
+def _rows(x: Tensor, dim: int) -> Tensor:
+    """(C, at most POSITIONS), evenly spaced in the batch."""
+    rows = x.movedim(dim, 0).flatten(1)
+    return rows[:, :: -(-rows.shape[1] // POSITIONS)]
+
+
+def _run_apart(network: nn.Module, args: Any, kwargs: Any) -> None:
+    """One more pass without gradients, which leaves buffers and random numbers as they are."""
+    # copies: between forward and backward, autograd does not allow a buffer to be written
+    buffers = {name: buffer.clone() for name, buffer in network.named_buffers()}
+    devices = {tensor.device for tensor in network.parameters() if tensor.is_cuda}
+    with torch.no_grad(), torch.random.fork_rng(devices=list(devices)):
+        functional_call(network, buffers, args, kwargs)
+
+
+def _receiver(to: Any) -> Callback:
+    if isinstance(to, str | Path):
+        return _Table(Path(to)).add
+    if callable(to):
+        return to  # type: ignore[no-any-return]
+    if not hasattr(to, "add_scalar"):
+        raise TypeError(f"to={to!r} must be a file, a SummaryWriter, or a function(step, values)")
+
+    def add(step: int, values: Values) -> None:
+        for layer, found in values.items():
+            for name, value in found.items():
+                to.add_scalar(f"{name}/{layer}", value, step)
+
+    return add
+
+
+class _Table:
+    """A CSV file that grows."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists() or path.stat().st_size == 0:
+            with path.open("w", newline="") as file:
+                csv.writer(file, lineterminator="\n").writerow(FIELDS)
+
+    def add(self, step: int, values: Values) -> None:
+        with self.path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+            writer.writerows({"step": step, "layer": layer, **values[layer]} for layer in values)

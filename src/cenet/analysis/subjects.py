@@ -1,0 +1,123 @@
+"""The network that `cenet diagnose` examines: by name or by run, with what it takes as input."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torchvision.transforms import v2
+
+from cenet.checkpoints import read_state
+from cenet.export import load_network, load_weights_
+from cenet.models import NETWORKS
+from cenet.models.lookup import create_named
+from cenet.train.inputs import FILES_MEAN, FILES_STD, Inputs
+from cenet.train.loaders import transforms
+from cenet.train.logbook import read_run
+from cenet.train.recipes import Recipe
+from cenet.train.weights import load_run, read_weights
+
+TORCHVISION_SIZE = 224
+
+
+class Examinee(NamedTuple):
+    """A network and the images it takes."""
+
+    network: nn.Module
+    name: str
+    checkpoint: str | None
+    size: int
+    transform: Callable[[int], Callable[[Any], Tensor]]  # by size
+    classes: tuple[str, ...] | None  # in the order of the logits
+    run: tuple[Recipe, Inputs] | None
+
+
+def find_examinee(model: str, checkpoint: Path | None = None) -> Examinee:
+    """A network by name, or that of a run.
+
+    Args:
+        model: a timm model, torchvision/NAME, or the folder of a run of `cenet train`.
+        checkpoint: its weights, random otherwise; a run brings its own.
+
+    Raises:
+        ValueError: there is no such network, or the checkpoint cannot be read or does not fit.
+    """
+    if Path(model).is_dir():
+        if checkpoint is not None:
+            raise ValueError(f"{model} is a run with weights of its own; leave --checkpoint away")
+        return _of_run(Path(model))
+    network = _named(model, checkpoint)
+    name, weights = model, None if checkpoint is None else str(checkpoint)
+    if model.startswith("torchvision/"):
+        inputs = Inputs((), FILES_MEAN, FILES_STD)
+        return Examinee(
+            network, name, weights, TORCHVISION_SIZE,
+            lambda size: _normalized(transforms(None, size), inputs), _imagenet(network), None,
+        )  # fmt: skip
+    from timm.data.config import resolve_model_data_config
+    from timm.data.transforms_factory import create_transform
+
+    resolve: Any = resolve_model_data_config
+    create: Any = create_transform
+    config = resolve(network)
+
+    def transform(size: int) -> Callable[[Any], Tensor]:
+        own: Callable[[Any], Tensor] = create(**{**config, "input_size": (3, size, size)})
+        return own
+
+    size = config["input_size"][-1]
+    return Examinee(network, name, weights, size, transform, _imagenet(network), None)
+
+
+def _named(model: str, checkpoint: Path | None) -> nn.Module:
+    if checkpoint is None:
+        return create_named(model)
+    if model.removeprefix("ce") in NETWORKS and model.startswith("ce"):
+        network: nn.Module = load_network(model, checkpoint)
+        return network
+    matrices = [value for value in read_state(checkpoint).values() if value.dim() == 2]
+    network = create_named(model, len(matrices[-1]) if matrices else None)
+    load_weights_(network, checkpoint)
+    return network
+
+
+def _of_run(run: Path) -> Examinee:
+    recipe, inputs = read_run(run)
+    network = load_run(run)
+
+    def transform(size: int) -> Callable[[Any], Tensor]:
+        resize = transforms(None, size)
+        plain = v2.PILToTensor()
+
+        def fitted(image: Any) -> Tensor:
+            # images of the right size were trained on as they are
+            whole = recipe.augment != "imagenet" and image.size == (size, size)
+            found: Tensor = (plain if whole else resize)(image)
+            return found
+
+        return _normalized(fitted, inputs)
+
+    return Examinee(
+        network, str(run), str(run / read_weights(run)[1]), recipe.image_size, transform,
+        inputs.classes, (recipe, inputs),
+    )  # fmt: skip
+
+
+def _normalized(resize: Callable[[Any], Tensor], inputs: Inputs) -> Callable[[Any], Tensor]:
+    mean, std = (values[:, None, None] for values in inputs.statistics(torch.device("cpu")))
+    return lambda image: (resize(image).float() - mean) / std
+
+
+def num_outputs(network: nn.Module) -> int:
+    """How many classes a classifier tells apart: the width of its last layer."""
+    heads = [module for module in network.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+    return 0 if not heads else heads[-1].weight.shape[0]
+
+
+def _imagenet(network: nn.Module) -> tuple[str, ...] | None:
+    """Names of ImageNet's folders, if the network tells as many classes apart."""
+    from timm.data.imagenet_info import ImageNetInfo
+
+    info: Any = ImageNetInfo()
+    return tuple(info.label_names()) if num_outputs(network) == info.num_classes() else None

@@ -1,0 +1,301 @@
+"""`diagnose` on untouched networks and folders of images, good and bad."""
+
+import gc
+import json
+import resource
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+import cenet
+from _planted import Planted, Tangled, images
+from cenet.analysis.command import run
+from cenet.analysis.diagnosis import Diagnosis
+from cenet.analysis.images import find_images
+from cenet.analysis.subjects import find_examinee
+from cenet.models.lookup import create_named
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Twelve images in three classes, and files that are no use."""
+    root = tmp_path_factory.mktemp("images")
+    pixels = (255 * torch.rand(12, 40, 36, 3)).byte().numpy()
+    for i, image in enumerate(pixels):
+        place = root / f"class{i % 3}"
+        place.mkdir(exist_ok=True)
+        Image.fromarray(image).save(place / f"{i}.png")
+    (root / "class1" / "notes.txt").write_text("not an image")
+    (root / "class1" / "empty.png").write_bytes(b"")
+    (root / "class2" / "torn.jpg").write_bytes((root / "class0" / "0.png").read_bytes()[:200])
+    (root / "class2" / "liar.png").write_text("<html>404</html>")
+    Image.new("RGB", (9, 9)).save(root / "stray.png")
+    return root
+
+
+def names_of(diagnosis):
+    return [layer.name for layer in diagnosis.layers]
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "sites"),
+    [
+        ("resnet18", 17, 8),
+        ("efficientnet_b0", 33, 9),
+        ("convnext_atto", 12, 12),
+        ("torchvision/densenet121", 121, 121),
+    ],
+)
+def test_untouched_networks(name, layers, sites, folder, tmp_path, capsys):
+    found = run(name, folder, tmp_path / "out", size=64, batch=5)
+    assert len(found.layers) == layers
+    assert len(found.sites) == sites
+    assert (found.data.images, found.data.size) == (12, (64, 64))
+    assert found.accuracy is None  # three classes are not a thousand
+    assert found.ablation is None
+    assert all(len(layer.mean_abs) == layer.channels for layer in found.layers)
+    assert all(0 <= layer.correlation <= 1 for layer in found.layers)
+    assert len(set(names_of(found))) == layers
+    assert len(found.matrices) == 3
+    assert Diagnosis.read(tmp_path / "out" / "diagnosis.json") == found
+    text = capsys.readouterr().out
+    assert f"{name} on 12 images of 64×64" in text
+    assert "no accuracy" in text.replace("\n", " ")
+
+
+def test_corrupt_and_foreign_files_are_counted(folder, tmp_path, capsys):
+    found = run("resnet18", folder, tmp_path, size=32)
+    reasons = {path.split("/")[-1]: reason for path, reason in
+               ((skipped.path, skipped.reason) for skipped in found.data.skipped)}  # fmt: skip
+    assert set(reasons) == {"notes.txt", "empty.png", "torn.jpg", "liar.png", "stray.png"}
+    assert reasons["notes.txt"] == "not an image file"
+    assert reasons["stray.png"] == "outside the class folders"
+    assert found.data.images == 12
+    assert "5 files were skipped" in capsys.readouterr().out
+
+
+def test_flat_folder_and_limit(folder, tmp_path):
+    for i, path in enumerate(sorted((folder / "class0").glob("*.png"))):
+        (tmp_path / f"{i}.png").write_bytes(path.read_bytes())
+    (tmp_path / "thumbnails").mkdir()
+    (tmp_path / "thumbnails" / "index.html").write_text("no images here")
+    found = run("resnet18", tmp_path, tmp_path / "out", size=32, limit=3)
+    assert found.data.images == 3
+    assert found.data.classes is None
+    assert (found.accuracy, found.importance, found.ablation) == (None, None, None)
+    assert find_images(tmp_path, 3) == find_images(tmp_path, 3)
+
+
+def test_train_and_test_folders_stand_for_the_test_images(folder, tmp_path):
+    for part in ("train", "val"):
+        (tmp_path / part).mkdir()
+    (tmp_path / "val" / "a").symlink_to(folder / "class0")
+    (tmp_path / "train" / "b").symlink_to(folder / "class1")
+    found = find_images(tmp_path)
+    assert found.classes == ("a",)
+
+
+def test_labelled_images_of_a_checkpoint(folder, tmp_path):
+    torch.manual_seed(0)
+    network = create_named("torchvision/resnet18", num_classes=3)
+    torch.save({"state_dict": network.state_dict()}, tmp_path / "weights.pth")
+    found = run(
+        "torchvision/resnet18", folder, tmp_path, checkpoint=tmp_path / "weights.pth",
+        size=32, ablation_images=2,
+    )  # fmt: skip
+    assert found.data.classes == ("class0", "class1", "class2")
+    assert found.accuracy.top5 == 1
+    assert found.ablation.layer == found.importance.layer == "relu"
+    assert found.ablation.ratios == tuple(i / 10 for i in range(10))
+    assert [len(row) for row in found.ablation.top1] == [5] * 10
+    assert len(found.importance.drop) == found.layers[0].channels
+    assert found.model.checkpoint == str(tmp_path / "weights.pth")
+
+
+def test_pictures_where_gradcam_is_installed(folder, tmp_path):
+    pytest.importorskip("pytorch_grad_cam")
+    found = run("resnet18", folder, tmp_path, size=32)
+    assert len(found.gradcam) == 4
+    assert all(cam.overlay.startswith("data:image/png;base64,") for cam in found.gradcam)
+    assert found.gradcam[0].label is None
+    assert found.gradcam[0].image != found.gradcam[0].overlay
+
+
+def test_a_hand_written_module():
+    torch.manual_seed(0)
+    model = Tangled().train()
+    model.bn1.eval()
+    with torch.no_grad():
+        model.bn1.weight[:3], model.bn1.bias[:3] = 0, -1
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    batches = [(images(6), torch.arange(6) % 4), (images(2, seed=1), torch.tensor([0, 1]))]
+    found = cenet.diagnose(model, batches, ablation_images=4)
+    assert names_of(found) == ["relu", "relu#2", "elu", "relu#3", "gelu"]
+    first, second = found.layers[:2]
+    assert first.asleep == (0, 1, 2)
+    assert first.constant == 3
+    assert first.gamma.share_small == first.beta.share_nonpositive - 5 / 8 == 3 / 8
+    assert (first.norm, second.norm) == ("bn1", "bn2")
+    assert second.ce_site
+    assert "bn2" in found.sites
+    assert found.first_six == pytest.approx(sum(e.inhibited_ratio for e in found.layers) / 5)
+    # left as it was
+    assert model.training
+    assert not model.bn1.training
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+
+
+def test_the_layer_to_ablate():
+    model, batch = Tangled().eval(), (images(), torch.arange(6) % 4)
+    by_norm = cenet.diagnose(model, [batch], layer="bn2", ablation_images=1)
+    assert by_norm.ablation.layer == "relu#2"
+    assert cenet.diagnose(model, [batch], ablation_images=1).ablation.layer == "relu"
+    assert cenet.diagnose(model, [batch], ablation_images=0).ablation is None
+    MyVGG = type("MyVGG", (Tangled,), {})
+    assert cenet.diagnose(MyVGG().eval(), [batch], ablation_images=1).ablation.layer == "elu"
+    with pytest.raises(ValueError, match="layer 'bn7' is not one of the layers seen: relu, relu#2"):
+        cenet.diagnose(model, [batch], layer="bn7")
+
+
+def test_networks_with_ce():
+    model = Tangled().eval()
+    cenet.insert_ce_(model, lambda norm, name: name == "bn1")
+    first, second = cenet.diagnose(model, [images()]).layers[:2]
+    assert (first.norm, first.has_ce, first.mix) == ("bn1", True, 0.5)
+    assert (first.spectrum.min, first.spectrum.max) == (1, 1)
+    assert not first.ce_site
+    assert (second.has_ce, second.mix, second.spectrum) == (False, None, None)
+
+
+def test_what_cannot_be_diagnosed():
+    with pytest.raises(ValueError, match="no images to show"):
+        cenet.diagnose(Tangled(), [])
+    with pytest.raises(ValueError, match=r"expected images \(N, C, H, W\), got shape \(2, 3\)"):
+        cenet.diagnose(Tangled(), [torch.zeros(2, 3)])
+    with pytest.raises(ValueError, match="applies no activation to feature maps"):
+        cenet.diagnose(nn.Conv2d(3, 4, 1), [images()])
+    with pytest.raises(ValueError, match="one row of logits per image"):
+        cenet.diagnose(Planted(torch.randn(4, 3)).conv, [(images(), torch.zeros(6))])
+
+
+def test_numbers_are_finite_or_null(tmp_path):
+    model = Planted(torch.randn(4, 3))
+    with torch.no_grad():
+        model.conv.bias[1] = torch.nan
+    found = cenet.diagnose(model, [images()])
+    found.write(tmp_path / "diagnosis.json")
+    text = (tmp_path / "diagnosis.json").read_text()
+    assert "NaN" not in text
+    read = Diagnosis.read(tmp_path / "diagnosis.json")
+    assert read.layers[0].mean_abs[1] is None
+    assert read.matrices[0].values[1][0] is None
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda d: d.update(format="other"), "this is not a diagnosis"),
+        (lambda d: d.update(version=2), "of version 2, not 1"),
+        (lambda d: d.pop("layers"), r"missing \['layers'\], unknown \[\]"),
+        (lambda d: d["layers"][0].update(extra=1), r"layers\[0\]: missing \[\], unknown \['extra'"),
+        (lambda d: d["layers"][1].update(width="8"), r"layers\[1\].width must be of type int"),
+        (lambda d: d["data"].update(size=[1]), r"data.size must be 2 values, got '\[1\]'"),
+        (lambda d: d.update(threshold=True), "threshold must be a finite number, got 'True'"),
+        (lambda d: d.update(sites="bn1"), "sites must be a list, got 'bn1'"),
+    ],
+)
+def test_damaged_files_get_one_clear_error(edit, message, tmp_path):
+    content = cenet.diagnose(Tangled(), [images()]).as_dict()
+    content = json.loads(json.dumps(content))
+    edit(content)
+    path = tmp_path / "diagnosis.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=message):
+        Diagnosis.read(path)
+    path.write_text(json.dumps(content)[:-50])
+    with pytest.raises(ValueError, match=r"diagnosis\.json cannot be read"):
+        Diagnosis.read(path)
+
+
+def test_a_run_of_cenet_train(tmp_path, capsys):
+    pytest.importorskip("sklearn")
+    from cenet.train.options import Options
+    from cenet.train.recipes import find_recipe
+    from cenet.train.run import Job, evaluate_run, train
+
+    out = tmp_path / "run"
+    train(Job(replace(find_recipe("digits_ce"), epochs=1), Options(out)))
+    found = run(str(out), None, tmp_path / "out", limit=200, ablation_images=5)
+    assert found.data.images == 200
+    assert found.data.classes == tuple("0123456789")
+    assert all(layer.has_ce for layer in found.layers)
+    assert found.model.checkpoint == str(out / "weights.safetensors")
+    everything = run(str(out), None, tmp_path / "out", ablation_images=0)
+    assert everything.accuracy.top1 == pytest.approx(evaluate_run(out)["test_top1"])
+    with pytest.raises(ValueError, match="a run with weights of its own"):
+        find_examinee(str(out), tmp_path / "weights.pth")
+
+
+BAD = {
+    "resnet5000": "resnet5000 is not a timm model",
+    "torchvision/fcn_resnet50": "is not a classification network of torchvision",
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_unknown_networks(name, folder, tmp_path):
+    with pytest.raises(ValueError, match=BAD[name]):
+        run(name, folder, tmp_path)
+
+
+def test_bad_input_gets_one_line_and_a_non_zero_exit(folder, tmp_path):
+    unreadable = tmp_path / "bad" / "a"
+    unreadable.mkdir(parents=True)
+    for i in range(3):
+        (unreadable / f"{i}.png").write_bytes(b"not a png")
+    foreign = tmp_path / "foreign.pth"
+    torch.save({"conv1.weight": torch.zeros(2, 2)}, foreign)
+    damaged = tmp_path / "damaged.safetensors"
+    damaged.write_bytes(b"\x10\x00" * 40)
+    command = [sys.executable, "-m", "cenet.cli", "diagnose", "resnet18", "--out", tmp_path / "o"]
+    result = subprocess.run([*command, "--data", unreadable.parent], capture_output=True, text=True)
+    assert result.returncode != 0
+    assert "none of 3 image files can be read; the first:" in result.stderr
+    assert "Traceback" not in result.stderr
+    # each start takes seconds: the others go through the function that the command calls
+    for options, message in [
+        ({"data": tmp_path / "nowhere"}, "nowhere is not a folder"),
+        ({"data": None}, "say which images to show to resnet18 with --data"),
+        ({"checkpoint": foreign}, r"foreign\.pth does not fit ResNet"),
+        ({"checkpoint": damaged}, r"damaged\.safetensors cannot be read as a checkpoint"),
+        ({"limit": 0}, "--limit 0 must be at least 1"),
+        ({"layer": "bn9", "size": 32}, "layer 'bn9' is not one of the layers seen"),
+        ({"out": foreign}, "is a file; it must be a folder"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            run("resnet18", **{"data": folder, "out": tmp_path / "o", **options})
+
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # MB
+
+
+@pytest.mark.parametrize("count", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_memory_does_not_grow_with_the_number_of_images(count):
+    def stream(number):
+        for seed in range(number // 50):
+            yield images(50, 32, seed), torch.arange(50) % 4
+
+    model = Tangled().eval()
+    cenet.diagnose(model, stream(100), ablation_images=1)
+    gc.collect()
+    before = peak()
+    found = cenet.diagnose(model, stream(count), ablation_images=1)
+    assert found.data.images == count
+    # all images together would be count · 12 kB
+    assert peak() - before < 8

@@ -1,0 +1,193 @@
+"""The monitor in other people's training loops: it sees, and changes nothing."""
+
+import copy
+import csv
+import math
+
+import pytest
+import timm
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import cenet
+from _distributed import run as run_ranks
+from _planted import Planted, Tangled, images
+from cenet.analysis import Monitor, inhibited_ratio
+from cenet.analysis.monitor import POSITIONS
+
+
+def train(model, steps=5, every=None, to=None, call=None):
+    """Losses of a few steps; dropout makes them depend on the random numbers."""
+    torch.manual_seed(0)
+    call = model if call is None else call
+    monitor = None if every is None else Monitor(call, every=every, to=to)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in range(steps):
+        x, y = images(6, 8, seed=step), torch.arange(6) % 4
+        loss = cross_entropy(nn.functional.dropout(call(x), 0.2), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    if monitor is not None:
+        monitor.close()
+    return losses
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    model = Tangled()
+    cenet.insert_ce_(model)
+    model.gate.append(nn.Dropout(0.1))
+    return model.train()
+
+
+def test_training_is_the_same_to_the_last_bit():
+    model = network()
+    twin = copy.deepcopy(model)
+    looks = []
+    losses = train(model, every=2, to=lambda step, values: looks.append((step, values)))
+    assert losses == train(twin)
+    for one, other in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
+        assert torch.equal(one, other)
+    assert [step for step, _ in looks] == [0, 2, 4]
+    for _, values in looks:
+        assert set(values) == {"relu", "relu#2", "elu", "relu#3", "gelu"}
+        assert values["relu#2"]["lambda"] == pytest.approx(0.5, abs=0.1)
+        assert "lambda" not in values["relu"]
+
+
+def test_values_of_planted_channels():
+    weight = torch.randn(8, 3)
+    weight[4:6] = 0
+    weight[6:] = weight[0]
+    model = Planted(weight).train()
+    looks = []
+    monitor = Monitor(model, to=lambda step, values: looks.append(values))
+    x = images()
+    model(x)
+    model.eval()(x)
+    model.train()(x)
+    monitor.close()
+    (values,) = looks  # one in a hundred, and evaluation does not count
+    assert monitor.step == 2
+    with torch.no_grad():
+        rows = model.conv(x).transpose(0, 1).flatten(1).double()
+    kept = torch.corrcoef(rows[[0, 1, 2, 3, 6, 7]]).abs()
+    assert values["act"]["inhibited_ratio"] == 0.25
+    assert values["act"]["correlation"] == pytest.approx((kept.sum().item() - 6) / 30, abs=1e-6)
+
+
+def test_large_maps_are_sampled_evenly():
+    model = nn.Sequential(nn.Conv2d(3, 300, 1), nn.ReLU()).train()
+    looks = []
+    monitor = Monitor(model, to=lambda step, values: looks.append(values))
+    x = images(10, 30)
+    assert x[:, 0].numel() > 2 * POSITIONS
+    y = model(x)
+    monitor.close()
+    ratio = inhibited_ratio(y.abs().mean((0, 2, 3)))
+    assert looks[0]["1"]["inhibited_ratio"] == pytest.approx(ratio, abs=0.02)
+    every = torch.corrcoef(model[0](x).transpose(0, 1).flatten(1)).abs()
+    expected = (every.sum().item() - 300) / (300 * 299)
+    assert looks[0]["1"]["correlation"] == pytest.approx(expected, abs=0.02)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_networks_train_as_without(backend):
+    torch._dynamo.reset()
+    model = network()
+    twin = copy.deepcopy(model)
+    looks = []
+    losses = train(
+        model, every=2, to=lambda step, values: looks.append(values),
+        call=torch.compile(model, backend=backend),
+    )  # fmt: skip
+    torch._dynamo.reset()
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert losses == train(twin, call=torch.compile(twin, backend=backend))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, graphs
+    for one, other in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
+        assert torch.equal(one, other)
+    assert len(looks) == 3
+    assert all("correlation" in values["relu"] for values in looks)
+
+
+def test_a_module_compiled_in_place_is_refused():
+    model = Tangled()
+    model.compile(backend="eager")
+    with pytest.raises(ValueError, match=r"use compiled = torch.compile\(model\)"):
+        Monitor(model, to=print)
+
+
+def under_ddp(rank):
+    torch.manual_seed(0)
+    results = []
+    for every in (None, 2):
+        looks: dict = {}
+        losses = train(DistributedDataParallel(network()), every=every, to=looks.__setitem__)
+        results.append((losses, looks))
+    return results
+
+
+def test_under_ddp_every_rank_looks_at_its_own():
+    for (plain, _), (watched, looks) in run_ranks(under_ddp, 2):
+        assert watched == plain
+        assert list(looks) == [0, 2, 4]
+        assert set(looks[0]) == {"relu", "relu#2", "elu", "relu#3", "gelu"}
+
+
+def test_rows_of_csv(tmp_path):
+    path = tmp_path / "logs" / "channels.csv"
+    for _ in range(2):  # a second monitor goes on where the first stopped
+        train(network(), every=4, to=path)
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows[::5]] == ["0", "4", "0", "4"]
+    assert set(rows[0]) == {"step", "layer", "inhibited_ratio", "correlation", "lambda"}
+    assert all(math.isfinite(float(row["inhibited_ratio"])) for row in rows)
+    assert [row["layer"] for row in rows if row["lambda"]] == ["relu#2"] * 4
+
+
+def test_tensorboard(tmp_path):
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    with tensorboard.SummaryWriter(str(tmp_path)) as writer:
+        train(network(), every=4, to=writer)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [event.step for event in events.Scalars("inhibited_ratio/relu")] == [0, 4]
+    assert [event.step for event in events.Scalars("lambda/relu#2")] == [0, 4]
+
+
+def test_lambda_of_ce_that_feeds_no_activation_has_its_own_name():
+    model = timm.create_model("mobilenetv2_035", num_classes=2)
+    sites = cenet.insert_ce_(model)
+    looks = []
+    monitor = Monitor(model.train(), to=lambda step, values: looks.append(values))
+    model(images(2, 64))
+    monitor.close()
+    assert {f"{site}.ce" for site in sites} <= set(looks[0])
+
+
+def test_a_failing_pass_is_not_told_and_leaves_nothing_behind():
+    model, looks = Tangled().train(), []
+    monitor = Monitor(model, every=1, to=lambda step, values: looks.append(step))
+    with pytest.raises(RuntimeError):
+        model(torch.randn(2, 5, 8, 8))
+    assert not looks
+    model(images())
+    assert looks == [1]
+    monitor.close()
+    assert not nn.modules.module._global_forward_hooks
+    assert not model._forward_hooks
+
+
+def test_arguments_are_checked():
+    with pytest.raises(ValueError, match="every=0 must be at least 1"):
+        Monitor(Tangled(), to=print, every=0)
+    with pytest.raises(TypeError, match="to=3 must be a file, a SummaryWriter, or a function"):
+        Monitor(Tangled(), to=3)
