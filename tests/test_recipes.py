@@ -9,13 +9,13 @@ from torch import nn
 
 from cenet.train import RECIPES, Recipe, find_recipe
 from cenet.train.data import Files, Resident, corrupt, digits, image_folders, load
+from cenet.train.inputs import inputs_of
 from cenet.train.loaders import (
     FilesLoader,
     ResidentLoader,
     Shard,
     epoch_order,
     evaluation_batches,
-    pixel_statistics,
 )
 from cenet.train.setup import build_loss, build_network, build_optimizer, build_schedule
 
@@ -91,7 +91,7 @@ def test_schedules_are_those_of_their_formulas():
 
 def test_all_is_decayed_but_lambda_and_alpha():
     recipe = RECIPES["digits_ce"]
-    model = build_network(recipe, digits())
+    model = build_network(recipe, inputs_of(digits().train))
     decayed, spared = build_optimizer(recipe, model, images_per_update=128).param_groups
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     assert {names[id(p)].rpartition(".")[2] for p in spared["params"]} == {"mix_logit"}
@@ -149,9 +149,15 @@ def test_crops_and_flips_on_the_device():
     """Every image of an epoch is a crop of its padded original, flipped or not; all kinds occur."""
     data = resident()
     loader = ResidentLoader(
-        data, Shard(40, 8), augment="crop_flip", seed=0, device=CPU, channels_last=False
+        data,
+        inputs_of(data),
+        Shard(40, 8),
+        augment="crop_flip",
+        seed=0,
+        device=CPU,
+        channels_last=False,
     )
-    mean, std = pixel_statistics(data, CPU)
+    mean, std = inputs_of(data).statistics(CPU)
     expected = data.images.double()
     torch.testing.assert_close(mean.double(), expected.mean((0, 2, 3)), rtol=1e-6, atol=0)
     torch.testing.assert_close(
@@ -189,8 +195,15 @@ def batches_equal(first, second):
 
 
 def test_an_epoch_can_begin_anywhere():
+    data = resident()
     loader = ResidentLoader(
-        resident(), Shard(40, 8), augment="crop_flip", seed=0, device=CPU, channels_last=True
+        data,
+        inputs_of(data),
+        Shard(40, 8),
+        augment="crop_flip",
+        seed=0,
+        device=CPU,
+        channels_last=True,
     )
     whole = list(loader.epoch(3))
     assert batches_equal(whole[2:], loader.epoch(3, start=2))
@@ -219,7 +232,7 @@ def test_files_do_not_depend_on_workers_or_on_where_an_epoch_begins(folder, augm
 
     def loader(workers):
         return FilesLoader(
-            files, Shard(16, 4), augment=augment, size=32, seed=5, device=CPU,
+            files, inputs_of(files), Shard(16, 4), augment=augment, size=32, seed=5, device=CPU,
             channels_last=True, workers=workers,
         )  # fmt: skip
 
@@ -240,7 +253,7 @@ def test_test_images_are_seen_once_over_all_processes(folder):
         seen = []
         for rank in range(3):
             batches = evaluation_batches(
-                data, (torch.zeros(3), torch.ones(3)), size=32, batch=2, device=CPU,
+                data, inputs_of(data), size=32, batch=2, device=CPU,
                 channels_last=False, rank=rank, world=3,
             )  # fmt: skip
             seen += [label for _, labels in batches for label in labels.tolist()]

@@ -17,6 +17,7 @@ from _distributed import run
 from cenet.models import create_model
 from cenet.nn import ce_layers
 from cenet.train import saving
+from cenet.train.run import evaluate_run
 from test_training import assert_same_run, metrics
 
 pytestmark = pytest.mark.slow
@@ -46,10 +47,24 @@ def test_two_processes_stop_resume_and_become_one(tmp_path):
     resumed = (*arguments, "--out", str(cut), "--resume", "auto")
     assert torchrun(*resumed).wait(120) == 0
     assert_same_run(whole, cut)
+    # statistics of each process, and yet what was reported is the accuracy of what was saved
+    assert evaluate_run(whole, device="cpu")["test_loss"] == pytest.approx(
+        metrics(whole)[-1]["test_loss"], rel=1e-6
+    )
     assert [row["updates"] for row in metrics(cut)] == [10, 20]
     tensors, facts = saving.newest(cut)[1:3]
     assert len(facts["chance"]) == 2
     assert not torch.equal(tensors["chance.0.torch"], tensors["chance.1.torch"])
+
+
+def test_a_folder_that_holds_a_run_stops_all_processes(tmp_path, capfd):
+    arguments = ("train", "digits_ce", *SMALL, "--out", str(tmp_path))
+    assert torchrun(*arguments).wait(120) == 0
+    capfd.readouterr()
+    assert torchrun(*arguments).wait(120) != 0
+    said = capfd.readouterr().err
+    assert "holds a run already" in said
+    assert "gloo" not in said
 
 
 def test_another_number_of_processes_goes_on_at_the_same_image(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,17 +13,19 @@ from dataclasses import replace
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 from cenet.cli import main
 from cenet.models import create_model
 from cenet.train import RECIPES, saving
 from cenet.train.data import Split, digits, image_folders
 from cenet.train.diagnosis import NonFiniteLoss, first_non_finite
-from cenet.train.engine import WEIGHTS, Interrupted, Trainer
+from cenet.train.engine import Interrupted, Trainer
 from cenet.train.logbook import TIMES, read_metrics
 from cenet.train.options import Options
 from cenet.train.processes import Processes
 from cenet.train.run import Job, evaluate_run, train
+from cenet.train.weights import WEIGHTS, load_run
 
 ALONE = Processes(0, 1, torch.device("cpu"))
 TINY = replace(RECIPES["digits_ce"], epochs=2, batch_size=16, warmup_epochs=0.5, accuracy=None)
@@ -45,7 +48,7 @@ def few_digits(train=96, test=64):
 
 
 @pytest.fixture(scope="module")
-def few_files(tmp_path_factory):
+def files_folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("files")
     split = few_digits(48, 16)
     for part, data in (("train", split.train), ("test", split.test)):
@@ -58,7 +61,12 @@ def few_files(tmp_path_factory):
             path = root / part / str(label) / "x.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.new("L", (20, 18), label * 20).save(path)
-    return image_folders(root, 16, resident=False)
+    return root
+
+
+@pytest.fixture(scope="module")
+def few_files(files_folder):
+    return image_folders(files_folder, 16, resident=False)
 
 
 def trainer(recipe, out, data, **options):
@@ -143,12 +151,18 @@ def test_a_run_explains_itself_and_can_be_evaluated(tmp_path):
     assert (out / "metrics.csv").read_text().startswith("epoch,updates,lr,train_loss")
     found = evaluate_run(out, device="cpu")
     assert found == {name: row[name] for name in ("test_loss", "test_top1", "test_top5")}
-    # other statistics of CE, the same weights
-    other = evaluate_run(out, device="cpu", recalibrate=5)
+    # other statistics of norms and CE, the same weights
+    saved = tmp_path / "recalibrated.safetensors"
+    other = evaluate_run(out, device="cpu", recalibrate=5, save=saved)
     assert other["test_loss"] != found["test_loss"]
     assert other["test_loss"] < 2 * found["test_loss"]
-    with pytest.raises(ValueError, match="num_batches=-1 must be at least 1"):
+    before, after = load_run(out).state_dict(), load_file(saved)
+    changed = {name for name, value in before.items() if not torch.equal(value, after[name])}
+    assert changed == {name for name in before if "running" in name or "num_batches" in name}
+    with pytest.raises(ValueError, match="recalibrate=-1 must be at least 1"):
         evaluate_run(out, device="cpu", recalibrate=-1)
+    with pytest.raises(ValueError, match="add --recalibrate"):
+        evaluate_run(out, device="cpu", save=saved)
     (out / WEIGHTS).unlink()
     assert evaluate_run(out, device="cpu") == found
     with pytest.raises(ValueError, match="holds a run already; go on with it by --resume auto"):
@@ -157,6 +171,54 @@ def test_a_run_explains_itself_and_can_be_evaluated(tmp_path):
         train(Job(TINY, Options(out, resume="auto"), device="cpu"))
     with pytest.raises(ValueError, match=r"is not a folder of `cenet train`"):
         evaluate_run(tmp_path)
+
+
+def test_a_run_is_evaluated_as_it_was_trained(files_folder, tmp_path):
+    """Pixels are normalized as in training, whatever data it meets, and classes must agree."""
+    root = tmp_path / "data"
+    shutil.copytree(files_folder, root)
+    recipe = replace(TINY, dataset="cifar10", image_size=16, epochs=1, augment="none")
+    out = tmp_path / "run"
+    row = train(Job(recipe, Options(out, workers=0), root, device="cpu"))
+    expected = {name: row[name] for name in ("test_loss", "test_top1", "test_top5")}
+    shutil.rmtree(root / "train")
+    assert evaluate_run(out, root, device="cpu") == expected
+    (root / "test" / "9").rename(root / "test" / "nine")
+    with pytest.raises(ValueError, match=r"other classes than .* has: \['9', 'nine'\]"):
+        evaluate_run(out, root, device="cpu")
+
+
+def test_images_in_memory_keep_the_statistics_of_training(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    for part, dark in (("train", 1), ("test", 4)):
+        for i in range(24):
+            image = torch.randint(256 // dark, (16, 16, 3), generator=generator)
+            path = tmp_path / part / str(i % 2) / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image.to(torch.uint8).numpy()).save(path)
+    recipe = replace(TINY, dataset="cifar10", image_size=16, epochs=1, augment="none")
+    out = tmp_path / "run"
+    row = train(Job(recipe, Options(out), tmp_path, device="cpu"))
+    inputs = json.loads((out / "run.json").read_text())["inputs"]
+    assert inputs["mean"][0] == pytest.approx(127.5, rel=0.05)
+    assert inputs["classes"] == ["0", "1"]
+    for name in ("0", "1"):  # other training images
+        shutil.copytree(tmp_path / "test" / name, tmp_path / "train" / name, dirs_exist_ok=True)
+    found = evaluate_run(out, tmp_path, device="cpu")
+    assert found["test_loss"] == row["test_loss"]
+
+
+def test_images_too_small_for_a_network_are_refused_before_training(tmp_path):
+    split = few_digits()
+    recipe = replace(TINY, network="vgg16", image_size=8)
+    with pytest.raises(ValueError, match=r"vgg16 cannot train on images of 8×8: .*--image-size"):
+        Trainer(recipe, split, Options(tmp_path), ALONE)
+
+
+def test_a_log_has_a_line_per_epoch(tmp_path, capsys):
+    train(Job(replace(TINY, batch_size=256), Options(tmp_path), device="cpu"))
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch")]
+    assert [line.split(":")[0] for line in lines] == ["epoch 1 of 2", "epoch 2 of 2"]
 
 
 def test_a_finished_run_stays_finished(tmp_path):
@@ -318,4 +380,5 @@ def test_an_interrupted_run_of_cuda_graphs_goes_on(tmp_path):
     assert rest.resume()
     rest.run()
     last, expected = rest.logbook.rows[-1], whole.logbook.rows[-1]
-    assert last["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-3)
+    # cuDNN adds in any order, and few images make the most of it
+    assert last["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-2)

@@ -1,5 +1,6 @@
 """The `cenet` command: parse, then one call each."""
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -206,6 +207,7 @@ def evaluate(
     data: Path | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     recalibrate: int = 0,
+    save: Path | None = None,
 ) -> None:
     """Print test loss, top-1 and top-5 accuracy of a run of `cenet train`.
 
@@ -213,20 +215,29 @@ def evaluate(
         run: its folder.
         data: folder of the images, as for `cenet train`.
         device: where to run.
-        recalibrate: estimate the running statistics of CE from so many training batches first.
+        recalibrate: estimate the running statistics of batch norm and CE from so many training
+            batches first.
+        save: file for the recalibrated weights.
     """
     from cenet.train.run import evaluate_run
+    from cenet.train.weights import WEIGHTS, read_weights
 
     try:
-        found = evaluate_run(run, data, device, recalibrate=recalibrate)
+        found = evaluate_run(run, data, device, recalibrate=recalibrate, save=save)
+        source = read_weights(run)[1]
     except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from error
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if source != WEIGHTS:
+        print(f"the run is not finished; this is its checkpoint {source}")
     for name, value in found.items():
         print(f"{name} {value:.4f}")
 
 
-def train(arguments: list[str]) -> None:
+def train() -> None:
     """Train by a recipe: `cenet train RECIPE [--field value ...]`."""
+    arguments = sys.argv[2:]
     from cenet.train.recipes import find_recipe
 
     if arguments and not arguments[0].startswith("-"):
@@ -245,7 +256,7 @@ def main() -> None:
         print(f"cenet {__version__}")
         return
     if sys.argv[1:2] == ["train"]:
-        train(sys.argv[2:])
+        train()  # its arguments depend on the recipe
         return
     tyro.extras.subcommand_cli_from_dict(
         {
@@ -256,10 +267,10 @@ def main() -> None:
             "models": models,
             "recipes": recipes,
             "sites": sites,
+            "train": train,
         },
         prog="cenet",
-        description="Channel equilibrium for convolutional networks. `cenet train RECIPE` trains "
-        "one, `cenet train --help` says how. --version prints the version.",
+        description="Channel equilibrium for convolutional networks. --version prints the version.",
     )
 
 

@@ -30,7 +30,8 @@ def parse(arguments: list[str]) -> Job:
         flat: Any = Annotated[Job, tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff]
         job: Job = tyro.cli(flat, default=default, args=rest, prog=f"cenet train {name}")
     except ValueError as error:
-        raise SystemExit(str(error)) from error
+        # all processes have the same arguments
+        raise SystemExit(str(error) if _is_first() else 1) from error
     return job
 
 
@@ -43,7 +44,8 @@ def run(job: Job) -> None:
             print(f"interrupted and saved; go on with --resume auto --out {job.options.out}")
         sys.exit(INTERRUPTED)
     except (ValueError, OSError, NonFiniteLoss) as error:
-        raise SystemExit(str(error)) from error
+        rank = os.environ.get("RANK", "0")
+        raise SystemExit(str(error) if _is_first() else f"process {rank}: {error}") from error
     if row and _is_first():
         print(
             f"epoch {row['epoch']}: test top-1 {row['test_top1']:.2%}, top-5 "

@@ -53,6 +53,15 @@ def load(recipe: Recipe, folder: Path | None) -> Split:
     return split
 
 
+def load_test(recipe: Recipe, folder: Path | None) -> Resident | Files:
+    """The test images of a recipe; `folder` needs no others."""
+    if folder is not None and folder.is_dir() and not (folder / "train").is_dir():
+        test = _test_folder(folder)
+        if test is not None:
+            return _held(image_files(test), recipe.image_size, resident=_is_resident(recipe))
+    return _load(recipe, folder).test
+
+
 def _load(recipe: Recipe, folder: Path | None) -> Split:
     if recipe.dataset == "digits":
         if folder is not None:
@@ -64,7 +73,11 @@ def _load(recipe: Recipe, folder: Path | None) -> Split:
         raise ValueError(f"--data {folder} is not a folder")
     if (folder / "cifar-10-batches-py").is_dir():
         return cifar10(folder)
-    return image_folders(folder, recipe.image_size, resident=recipe.augment != "imagenet")
+    return image_folders(folder, recipe.image_size, resident=_is_resident(recipe))
+
+
+def _is_resident(recipe: Recipe) -> bool:
+    return recipe.augment != "imagenet"
 
 
 def digits() -> Split:
@@ -112,7 +125,7 @@ def image_folders(folder: Path, size: int, *, resident: bool) -> Split:
     Raises:
         ValueError: a folder is missing or empty, the classes differ, or an image cannot be read.
     """
-    test = next((folder / name for name in ("test", "val") if (folder / name).is_dir()), None)
+    test = _test_folder(folder)
     if not (folder / "train").is_dir() or test is None:
         raise ValueError(f"{folder} must have the folders train and test (or val)")
     parts = [image_files(folder / "train"), image_files(test)]
@@ -124,6 +137,16 @@ def image_folders(folder: Path, size: int, *, resident: bool) -> Split:
     if not fits or not all(_has_size(part.paths[0], size) for part in parts):
         return Split(*parts)
     return Split(*(decoded(part, size) for part in parts))
+
+
+def _test_folder(folder: Path) -> Path | None:
+    return next((folder / name for name in ("test", "val") if (folder / name).is_dir()), None)
+
+
+def _held(files: Files, size: int, *, resident: bool) -> Resident | Files:
+    """Images of the size are read into memory, as those of `image_folders`."""
+    fits = resident and len(files.paths) * 3 * size * size <= FITS
+    return decoded(files, size) if fits and _has_size(files.paths[0], size) else files
 
 
 def image_files(folder: Path) -> Files:

@@ -1,6 +1,5 @@
 """The training loop: one optimizer, any number of processes, exact resumption."""
 
-import json
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
 from timm.utils.model_ema import ModelEmaV3
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -20,11 +18,12 @@ from cenet.train.data import Split
 from cenet.train.diagnosis import NonFiniteLoss, first_non_finite
 from cenet.train.evaluation import evaluate
 from cenet.train.graphs import Graphed, problem
+from cenet.train.inputs import inputs_of
 from cenet.train.interrupts import Interrupts
 from cenet.train.loaders import Shard, seed_of, training_loader
-from cenet.train.logbook import Logbook, environment, progress_bar
+from cenet.train.logbook import Logbook, environment, progress_bar, say
 from cenet.train.options import Options
-from cenet.train.processes import Processes, any_of, gathered, total
+from cenet.train.processes import Processes, any_of, gathered, share_buffers_, total
 from cenet.train.recipes import Recipe
 from cenet.train.setup import (
     build_loss,
@@ -32,11 +31,12 @@ from cenet.train.setup import (
     build_network,
     build_optimizer,
     build_schedule,
+    check_size,
     synchronized,
 )
+from cenet.train.weights import WEIGHTS, write_weights
 
 PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-WEIGHTS = "weights.safetensors"
 
 
 @dataclass
@@ -65,7 +65,9 @@ class Trainer:
         if options.cuda_graphs and (found := problem(device, processes.world, recipe.precision)):
             raise ValueError(found)
         snapshot.seed_everything(seed_of("weights", recipe.seed))
-        network = build_network(recipe, data)
+        self.inputs = inputs_of(data.train)
+        network = build_network(recipe, self.inputs)
+        check_size(network, recipe, self.inputs)
         layout = torch.channels_last if options.channels_last else torch.contiguous_format
         self.network = network.to(device).to(memory_format=layout)
         if recipe.sync_ce:
@@ -82,12 +84,12 @@ class Trainer:
             recipe, self.optimizer, updates_per_epoch=self.updates_per_epoch
         )
         self.loss = build_loss(recipe).to(device)
-        self.mixup = build_mixup(recipe, len(data.train.classes))
+        self.mixup = build_mixup(recipe, len(self.inputs.classes))
         self.scaler = torch.amp.GradScaler(device.type, enabled=recipe.precision == "float16")
         self.ema: Any = ModelEmaV3(self.network, recipe.ema) if recipe.ema > 0 else None
         self.loader = training_loader(
-            recipe, data.train, self.shard, device=device, channels_last=options.channels_last,
-            workers=options.workers,
+            recipe, data.train, self.inputs, self.shard, device=device,
+            channels_last=options.channels_last, workers=options.workers,
         )  # fmt: skip
         self.position = Position(sums=torch.zeros(3, dtype=torch.float64, device=device))
         self.logbook = Logbook(options.out)
@@ -128,7 +130,7 @@ class Trainer:
         self.options.out.mkdir(parents=True, exist_ok=True)
         if self.processes.is_first:
             facts = environment(self.processes.device, self.processes.world)
-            self.logbook.begin(self.recipe, facts, after=self.position.epoch)
+            self.logbook.begin(self.recipe, self.inputs, facts, after=self.position.epoch)
         with (
             Interrupts() as interrupts,
             progress_bar(shown=self.processes.is_first) as progress,
@@ -148,7 +150,7 @@ class Trainer:
                 self.end_epoch()
         self.logbook.end()
         if self.processes.is_first:
-            self._write_weights()
+            write_weights(self.options.out / WEIGHTS, self.evaluated, self.recipe, self.inputs)
         row: dict[str, Any] = self.logbook.rows[-1] if self.logbook.rows else {}
         return row
 
@@ -271,8 +273,9 @@ class Trainer:
         position = self.position
         loss, correct, seen = total(position.sums, self.processes).tolist()
         seconds = position.seconds
+        share_buffers_(self.evaluated, self.processes)
         test = evaluate(
-            self.evaluated, self.data, self.recipe, self.processes,
+            self.evaluated, self.data.test, self.inputs, self.recipe, self.processes,
             channels_last=self.options.channels_last, workers=self.options.workers,
         )  # fmt: skip
         row = {
@@ -289,6 +292,7 @@ class Trainer:
         position.sums.zero_()
         if self.processes.is_first:
             self.logbook.add(row)
+            say(row, self.recipe.epochs)
         self.save()
 
     @property
@@ -326,7 +330,7 @@ class Trainer:
             "optimizer": optimizer,
             "scaler": self.scaler.state_dict(),
             "chance": [facts for _, facts in chances],
-            "classes": list(self.data.train.classes),
+            "inputs": self.inputs.as_dict(),
         }
         path = saving.checkpoint_path(self.options.out, self.position.updates)
         saving.write(path, tensors, facts)
@@ -370,22 +374,13 @@ class Trainer:
         saved, own = facts.get("recipe", {}), self.recipe.as_dict()
         changed = [
             f"{name} was {saved.get(name)!r} and is {own.get(name)!r}"
-            for name in sorted({*saved, *own})
+            for name in sorted({*saved, *own} - {"accuracy"})  # which moves no number
             if saved.get(name) != own.get(name)
         ]
-        if facts.get("classes") != list(self.data.train.classes):
-            changed.append("the classes of the data differ")
+        if facts.get("inputs") != self.inputs.as_dict():
+            changed.append("the classes or the pixels of the data differ")
         if changed:
             raise ValueError(
                 f"{path} is a checkpoint of another run: {'; '.join(changed)}; "
                 "use another --out for this one"
             )
-
-    def _write_weights(self) -> None:
-        state = {
-            name: value.detach().cpu().contiguous().clone()
-            for name, value in self.evaluated.state_dict().items()
-        }
-        # one entry: several would come in any order, and equal runs write equal files
-        about = {"recipe": json.dumps(self.recipe.as_dict())}
-        saving.replace_file(self.options.out / WEIGHTS, save(state, about))

@@ -3,8 +3,9 @@
 import torch
 from torch import nn
 
-from cenet.train.data import Resident, Split
-from cenet.train.loaders import evaluation_batches, file_statistics, pixel_statistics
+from cenet.train.data import Files, Resident
+from cenet.train.inputs import Inputs
+from cenet.train.loaders import evaluation_batches
 from cenet.train.processes import Processes, total
 from cenet.train.recipes import Recipe
 
@@ -14,24 +15,21 @@ TEST_BATCH = 256
 @torch.no_grad()
 def evaluate(
     network: nn.Module,
-    data: Split,
+    data: Resident | Files,
+    inputs: Inputs,
     recipe: Recipe,
     processes: Processes,
     *,
     channels_last: bool = False,
     workers: int = 0,
 ) -> dict[str, float]:
-    """Loss, top-1 and top-5 accuracy on the test images, over all processes."""
+    """Loss, top-1 and top-5 accuracy on test images, over all processes."""
     was_training = network.training
     network.eval()
     device = processes.device
-    train = data.train
-    statistics = (
-        pixel_statistics(train, device) if isinstance(train, Resident) else file_statistics(device)
-    )
     sums = torch.zeros(4, dtype=torch.float64, device=device)
     batches = evaluation_batches(
-        data.test, statistics, size=recipe.image_size, batch=TEST_BATCH, device=device,
+        data, inputs, size=recipe.image_size, batch=TEST_BATCH, device=device,
         channels_last=channels_last, workers=workers, rank=processes.rank, world=processes.world,
     )  # fmt: skip
     for images, labels in batches:

@@ -16,11 +16,10 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 
 from cenet.train.data import Files, Resident, read_image
+from cenet.train.inputs import Inputs
 from cenet.train.recipes import Augment, Recipe
 
 PADDING = 4
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
 TEST_CROP = 0.875  # share of the shorter side
 
 
@@ -75,6 +74,7 @@ class ResidentLoader:
     def __init__(
         self,
         data: Resident,
+        inputs: Inputs,
         shard: Shard,
         *,
         augment: Augment,
@@ -91,7 +91,7 @@ class ResidentLoader:
         margin = (PADDING,) * 4 if augment == "crop_flip" else (0,) * 4
         self.images = pad(data.images, margin).permute(0, 2, 3, 1).contiguous().to(device)
         self.labels = data.labels.to(device)
-        self.mean, self.std = pixel_statistics(data, device)
+        self.mean, self.std = inputs.statistics(device)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """See `Loader`."""
@@ -145,6 +145,7 @@ class FilesLoader:
     def __init__(
         self,
         data: Files,
+        inputs: Inputs,
         shard: Shard,
         *,
         augment: Augment,
@@ -158,7 +159,7 @@ class FilesLoader:
         self.data, self.shard, self.seed = data, shard, seed
         self.transform = transforms(augment, size)
         self.workers = workers
-        self.place = partial(_placed, device=device, channels_last=channels_last)
+        self.place = partial(_placed, inputs=inputs, device=device, channels_last=channels_last)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """See `Loader`."""
@@ -171,6 +172,7 @@ class FilesLoader:
 def training_loader(
     recipe: Recipe,
     data: Resident | Files,
+    inputs: Inputs,
     shard: Shard,
     *,
     device: torch.device,
@@ -185,13 +187,13 @@ def training_loader(
         "channels_last": channels_last,
     }
     if isinstance(data, Resident):
-        return ResidentLoader(data, shard, **shared)
-    return FilesLoader(data, shard, size=recipe.image_size, workers=workers, **shared)
+        return ResidentLoader(data, inputs, shard, **shared)
+    return FilesLoader(data, inputs, shard, size=recipe.image_size, workers=workers, **shared)
 
 
 def evaluation_batches(
     data: Resident | Files,
-    statistics: tuple[Tensor, Tensor],
+    inputs: Inputs,
     *,
     size: int,
     batch: int,
@@ -201,40 +203,20 @@ def evaluation_batches(
     rank: int = 0,
     world: int = 1,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """All test images of this process once, in order, normalized by `statistics`."""
+    """All test images of this process once, in order."""
     places = torch.arange(rank, len(data.labels), world)
     batches = torch.split(places, batch)
     if isinstance(data, Files):
         dataset = _Images(data, transforms(None, size), 0, 0)
         indices = [chosen.tolist() for chosen in batches]
-        place = partial(_placed, device=device, channels_last=channels_last)
+        place = partial(_placed, inputs=inputs, device=device, channels_last=channels_last)
         yield from map(place, _file_batches(dataset, indices, workers, 0))
         return
-    mean, std = statistics
+    mean, std = inputs.statistics(device)
     for chosen in batches:
         images = data.images[chosen].to(device).permute(0, 2, 3, 1)
         images = ((images.float() - mean) / std).permute(0, 3, 1, 2)
         yield (images if channels_last else images.contiguous()), data.labels[chosen].to(device)
-
-
-def pixel_statistics(data: Resident, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each channel of images in memory."""
-    # integers, so that the sums are exact
-    values = data.images.transpose(0, 1).flatten(1)
-    count = values.shape[1]
-    histogram = torch.stack([torch.bincount(channel, minlength=256) for channel in values.int()])
-    levels = torch.arange(256, dtype=torch.float64)
-    mean = (histogram @ levels.to(histogram.dtype)).double() / count
-    square = (histogram.double() * (levels - mean[:, None]).square()).sum(1) / count
-    return mean.float().to(device), square.sqrt().clamp_min(1).float().to(device)
-
-
-def file_statistics(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of ImageNet's channels, 0 to 255."""
-    return (
-        torch.tensor(IMAGENET_MEAN, device=device) * 255,
-        torch.tensor(IMAGENET_STD, device=device) * 255,
-    )
 
 
 def transforms(augment: Augment | None, size: int) -> Any:
@@ -268,11 +250,11 @@ def _file_batches(
 
 
 def _placed(
-    batch: tuple[Tensor, Tensor], *, device: torch.device, channels_last: bool
+    batch: tuple[Tensor, Tensor], *, inputs: Inputs, device: torch.device, channels_last: bool
 ) -> tuple[Tensor, Tensor]:
     """Images on the device, normalized."""
     images, labels = (part.to(device, non_blocking=True) for part in batch)
-    mean, std = file_statistics(device)
+    mean, std = inputs.statistics(device)
     images = (images.float() - mean[:, None, None]) / std[:, None, None]
     layout = torch.channels_last if channels_last else torch.contiguous_format
     return images.contiguous(memory_format=layout), labels

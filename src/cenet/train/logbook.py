@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cenet import __version__
+from cenet.train.inputs import Inputs
 from cenet.train.recipes import Recipe
 from cenet.train.saving import replace_file
 
@@ -65,10 +66,10 @@ class Logbook:
         if path.is_file():
             self.rows = read_metrics(path)
 
-    def begin(self, recipe: Recipe, facts: dict[str, Any], *, after: int) -> None:
+    def begin(self, recipe: Recipe, inputs: Inputs, facts: dict[str, Any], *, after: int) -> None:
         """Say what runs; forget rows after so many epochs, which will come again."""
         self.rows = [row for row in self.rows if row["epoch"] <= after]
-        about = {"recipe": recipe.as_dict(), "environment": facts}
+        about = {"recipe": recipe.as_dict(), "inputs": inputs.as_dict(), "environment": facts}
         replace_file(self.folder / "run.json", (json.dumps(about, indent=2) + "\n").encode())
         self._write()
         try:
@@ -111,17 +112,30 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
-def read_recipe(folder: Path) -> Recipe:
-    """The recipe of a run; ValueError if the folder is not one."""
+def read_run(folder: Path) -> tuple[Recipe, Inputs]:
+    """The recipe of a run, and what its network takes; ValueError if the folder is not one."""
     path = folder / "run.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} is not a folder of `cenet train`: it has no {path.name}")
     try:
-        return Recipe.from_dict(json.loads(path.read_text())["recipe"])
+        about = json.loads(path.read_text())
+        return Recipe.from_dict(about["recipe"]), Inputs.from_dict(about["inputs"])
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder} is not a folder of `cenet train`: {path}: {error}") from error
+        raise ValueError(f"{path} is not of this version of `cenet train`: {error!r}") from error
+
+
+def say(row: dict[str, Any], epochs: int) -> None:
+    """A line about an epoch, where there is no terminal for a bar."""
+    if not sys.stderr.isatty():
+        print(
+            f"epoch {row['epoch']} of {epochs}: loss {row['train_loss']:.4f}, test loss "
+            f"{row['test_loss']:.4f}, top-1 {row['test_top1']:.2%}, {row['seconds']:.1f} s",
+            flush=True,
+        )
 
 
 def progress_bar(*, shown: bool) -> Progress:
-    """Loss, accuracy, images per second and time left."""
+    """Loss, accuracy, images per second and time left, on a terminal."""
     columns = (
         TextColumn("epoch {task.fields[epoch]}"),
         BarColumn(),

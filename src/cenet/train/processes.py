@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 TIMEOUT = timedelta(minutes=10)
 
@@ -67,6 +67,13 @@ def any_of(flag: bool, processes: Processes) -> bool:
     value = torch.tensor(float(flag), device=processes.device)
     dist.all_reduce(value)
     return bool(value > 0)
+
+
+def share_buffers_(module: nn.Module, processes: Processes) -> None:
+    """Give all processes the buffers of the first, which are those that are saved."""
+    if processes.world > 1:
+        for buffer in module.buffers():
+            dist.broadcast(buffer, 0)
 
 
 def gathered(value: Any, processes: Processes) -> list[Any]:

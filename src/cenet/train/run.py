@@ -1,24 +1,25 @@
 """A recipe from beginning to end, and what can go wrong on the way, in one line each."""
 
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import load_file
+from torch.optim.swa_utils import update_bn
 
 import cenet.train.processes as processes
 import cenet.train.saving as saving
-import cenet.train.snapshot as snapshot
 from cenet.calibration import update_ce_stats
-from cenet.train.data import load
-from cenet.train.engine import WEIGHTS, Trainer
+from cenet.nn import ce_layers
+from cenet.train.data import load, load_test
+from cenet.train.engine import Trainer
 from cenet.train.evaluation import evaluate
 from cenet.train.loaders import Shard, training_loader
-from cenet.train.logbook import read_recipe
+from cenet.train.logbook import read_run
 from cenet.train.options import Options
 from cenet.train.recipes import Recipe
-from cenet.train.setup import build_network
+from cenet.train.weights import load_run, write_weights
 
 Device = Literal["auto", "cpu", "cuda"]
 SMALL = 32  # pixels
@@ -72,48 +73,59 @@ def _set_threads(job: Job) -> None:
 
 def _check_folder(options: Options, own: processes.Processes) -> None:
     out = options.out
+    problem = None
     if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out} is a file; it must be a folder")
-    if options.resume == "never" and own.is_first and saving.checkpoints(out):
-        raise ValueError(
+        problem = f"--out {out} is a file; it must be a folder"
+    elif options.resume == "never" and saving.checkpoints(out):
+        problem = (
             f"{out} holds a run already; go on with it by --resume auto, or choose another --out"
         )
+    # the first process, which writes, decides for all
+    problem = processes.gathered(problem, own)[0]
+    if problem is not None:
+        raise ValueError(problem)
 
 
 def evaluate_run(
-    run: Path, data: Path | None = None, device: Device = "auto", *, recalibrate: int = 0
+    run: Path,
+    data: Path | None = None,
+    device: Device = "auto",
+    *,
+    recalibrate: int = 0,
+    save: Path | None = None,
 ) -> dict[str, float]:
     """Test loss and accuracy of a run: of its final weights, or of its newest checkpoint.
 
     Args:
         run: folder of the run.
-        data: as in `Job`.
+        data: as in `Job`; training images are needed for `recalibrate` alone.
         device: as in `Job`.
-        recalibrate: estimate the running statistics of CE from so many training batches first,
-            which averaged weights want.
+        recalibrate: estimate the running statistics of batch norm and CE from so many training
+            batches first, which averaged weights want.
+        save: file for the recalibrated weights.
     """
-    recipe = read_recipe(run)
-    split = load(recipe, data)
+    if save is not None and recalibrate == 0:
+        raise ValueError(f"--save {save} is for recalibrated weights; add --recalibrate BATCHES")
+    if recalibrate < 0:
+        raise ValueError(f"recalibrate={recalibrate} must be at least 1")
+    recipe, inputs = read_run(run)
     own = processes.start(device)
-    network = build_network(recipe, split)
-    snapshot.load_module_(network, _weights(run))
-    network.to(own.device)
-    if recalibrate:
-        shard = Shard(len(split.train.labels), recipe.batch_size)
-        loader = training_loader(recipe, split.train, shard, device=own.device)
-        update_ce_stats(network, loader.epoch(0), num_batches=recalibrate)
-    return evaluate(network, split, recipe, own)
-
-
-def _weights(run: Path) -> dict[str, Any]:
-    final = run / WEIGHTS
-    if final.is_file():
-        try:
-            return dict(load_file(final))
-        except Exception as error:  # the reader raises several kinds
-            raise ValueError(f"{final} cannot be read: {error}") from error
-    found = saving.newest(run)
-    if found is None:
-        raise ValueError(f"{run} has neither {WEIGHTS} nor a checkpoint yet")
-    tensors = found[1]
-    return snapshot.under("ema", tensors) or snapshot.under("model", tensors)
+    try:
+        network = load_run(run).to(own.device)
+        test = load_test(recipe, data)
+        if test.classes != inputs.classes:
+            differ = sorted({*test.classes} ^ {*inputs.classes})
+            raise ValueError(f"{run} was trained on other classes than {data} has: {differ}")
+        if recalibrate:
+            images = load(recipe, data).train
+            shard = Shard(len(images.labels), recipe.batch_size)
+            loader = training_loader(recipe, images, inputs, shard, device=own.device)
+            update_bn(islice(loader.epoch(0), recalibrate), network)
+            network.eval()
+            if dict(ce_layers(network)):
+                update_ce_stats(network, loader.epoch(0), num_batches=recalibrate)
+        if save is not None and own.is_first:
+            write_weights(save, network, recipe, inputs)
+        return evaluate(network, test, inputs, recipe, own)
+    finally:
+        processes.finish()

@@ -1,5 +1,6 @@
 """From a recipe to network, optimizer, schedule and loss: timm's, with the paper's weight decay."""
 
+from copy import deepcopy
 from typing import Any
 
 import timm.loss
@@ -16,24 +17,35 @@ from torch.optim import Optimizer
 
 from cenet.models import create_model
 from cenet.nn import ce_layers, convert_sync_ce
-from cenet.train.data import Resident, Split
+from cenet.train.inputs import Inputs
 from cenet.train.recipes import Recipe
 
 # λ and α are never decayed
 UNDECAYED = ("mix_logit", "blend")
 
 
-def build_network(recipe: Recipe, data: Split) -> nn.Module:
+def build_network(recipe: Recipe, inputs: Inputs) -> nn.Module:
     """The network of a recipe, for these images and classes."""
-    train = data.train
     return create_model(
         recipe.network,
         None if recipe.block == "plain" else recipe.block,
         norm=recipe.norm,
         act=None if recipe.act == "default" else recipe.act,
-        num_classes=len(train.classes),
-        in_chans=train.images.shape[1] if isinstance(train, Resident) else 3,
+        num_classes=len(inputs.classes),
+        in_chans=inputs.channels,
     )
+
+
+def check_size(network: nn.Module, recipe: Recipe, inputs: Inputs) -> None:
+    """Raise ValueError if the network cannot train on images of the recipe's size."""
+    size = recipe.image_size
+    shadow = deepcopy(network).to("meta").train()  # shapes alone
+    try:
+        shadow(torch.empty(2, inputs.channels, size, size, device="meta"))
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"{recipe.network} cannot train on images of {size}×{size}: {error}; raise --image-size"
+        ) from error
 
 
 def synchronized(network: nn.Module, device: torch.device) -> nn.Module:

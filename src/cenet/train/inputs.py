@@ -1,0 +1,56 @@
+"""What a network was trained to take: its classes, and how pixels are normalized."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cenet.train.data import Files, Resident
+
+# ImageNet's, on a scale to 255
+FILES_MEAN = (123.675, 116.28, 103.53)
+FILES_STD = (58.395, 57.12, 57.375)
+
+
+class Inputs(NamedTuple):
+    """Classes in the order of the logits; mean and standard deviation of channels, 0 to 255."""
+
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @property
+    def channels(self) -> int:
+        """Of an image."""
+        return len(self.mean)
+
+    def statistics(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation as tensors."""
+        return torch.tensor(self.mean, device=device), torch.tensor(self.std, device=device)
+
+    def as_dict(self) -> dict[str, Any]:
+        """In types that JSON has."""
+        return {name: list(values) for name, values in self._asdict().items()}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Inputs":
+        """Undo `as_dict`."""
+        return cls(*(tuple(values[name]) for name in cls._fields))
+
+
+def inputs_of(train: Resident | Files) -> Inputs:
+    """What a network trained on these images takes.
+
+    Images in memory are normalized by their own statistics, files by ImageNet's.
+    """
+    if isinstance(train, Files):
+        return Inputs(train.classes, FILES_MEAN, FILES_STD)
+    # integers, so that the sums are exact
+    values = train.images.transpose(0, 1).flatten(1)
+    count = values.shape[1]
+    histogram = torch.stack([torch.bincount(channel, minlength=256) for channel in values.int()])
+    levels = torch.arange(256, dtype=torch.float64)
+    mean = (histogram @ levels.to(histogram.dtype)).double() / count
+    square = (histogram.double() * (levels - mean[:, None]).square()).sum(1) / count
+    std = square.sqrt().clamp_min(1)
+    return Inputs(train.classes, tuple(mean.float().tolist()), tuple(std.float().tolist()))

@@ -1,0 +1,50 @@
+"""The final weights of a run, and the network they belong to."""
+
+import json
+from pathlib import Path
+
+from safetensors.torch import load_file, save
+from torch import Tensor, nn
+
+import cenet.train.saving as saving
+import cenet.train.snapshot as snapshot
+from cenet.train.inputs import Inputs
+from cenet.train.logbook import read_run
+from cenet.train.recipes import Recipe
+from cenet.train.setup import build_network
+
+WEIGHTS = "weights.safetensors"
+
+
+def write_weights(path: Path, network: nn.Module, recipe: Recipe, inputs: Inputs) -> None:
+    """Write a state dict, with recipe and inputs beside it."""
+    state = {
+        name: value.detach().cpu().contiguous().clone()
+        for name, value in network.state_dict().items()
+    }
+    # one entry: several would come in any order, and equal runs write equal files
+    about = {"cenet": json.dumps({"recipe": recipe.as_dict(), "inputs": inputs.as_dict()})}
+    saving.replace_file(path, save(state, about))
+
+
+def read_weights(run: Path) -> tuple[dict[str, Tensor], str]:
+    """The final weights of a run, or those of its newest checkpoint, and the name of their file."""
+    final = run / WEIGHTS
+    if final.is_file():
+        try:
+            return dict(load_file(final)), final.name
+        except Exception as error:  # the reader raises several kinds
+            raise ValueError(f"{final} cannot be read: {error}") from error
+    found = saving.newest(run)
+    if found is None:
+        raise ValueError(f"{run} has neither {WEIGHTS} nor a checkpoint yet")
+    tensors = found[1]
+    return snapshot.under("ema", tensors) or snapshot.under("model", tensors), found[0].name
+
+
+def load_run(run: Path | str) -> nn.Module:
+    """The network of a run of `cenet train`, in evaluation mode on the CPU."""
+    recipe, inputs = read_run(Path(run))
+    network = build_network(recipe, inputs)
+    snapshot.load_module_(network, read_weights(Path(run))[0])
+    return network.eval()
