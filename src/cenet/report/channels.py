@@ -120,7 +120,7 @@ def matrix_figure(sources: Sequence[Source]) -> Figure | None:
         "matrices", "Correlation matrices", caption, tuple(panels),
         _table(rows, LAYER, ("channels", "mean |correlation|", "largest"), ("pairs above 0.5",)),
         _table(everything, LAYER, ("channel", "other channel", "correlation")),
-        _side(panels, sources),
+        columns=max(len(source.part("matrices") or []) for source in sources), maps=True,
     )  # fmt: skip
 
 
@@ -161,7 +161,7 @@ def map_figure(sources: Sequence[Source]) -> Figure | None:
         "maps", "Magnitude maps", caption, tuple(panels),
         _table(rows, LAYER, ("smallest", "mean", "largest")),
         _table(everything, LAYER, ("row", "column", "magnitude")),
-        _side(panels, sources),
+        columns=max(len(layers) for _, layers in chosen), maps=True,
     )  # fmt: skip
 
 
@@ -298,11 +298,3 @@ def _spread_out(source: Source) -> list[dict[str, Any]]:
     if len(layers) <= MAPS:
         return layers
     return [layers[round(i * (len(layers) - 1) / (MAPS - 1))] for i in range(MAPS)]
-
-
-def _side(panels: Sequence[Panel], sources: Sequence[Source]) -> int:
-    """So many drawings side by side that each run has a row."""
-    with_panels = sum(
-        any(panel.name.startswith(f"{source.name}: ") for panel in panels) for source in sources
-    )
-    return min(6, math.ceil(len(panels) / max(1, with_panels)))

@@ -13,7 +13,7 @@ from cenet.report.scales import Axis
 from cenet.report.words import short
 
 WIDTH, PLOT = 440, 190  # units; about pixels
-LEFT, RIGHT, BOTTOM = 56, 14, 46
+LEFT, RIGHT, BOTTOM = 56, 24, 46
 LINE = 18  # height of a line of text
 LETTER = 8.2  # width of a letter, at most
 MANY = 60  # points; with more, only some carry a mark

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 LIGHT = {
     "paper": "#fdfdfc", "card": "#ffffff", "ink": "#1d232b", "soft": "#5a6472",
     "line": "#dfe3e8", "wash": "#f3f5f7", "focus": "#0b57d0",
-    "run0": "#0067a8", "run1": "#c24e00", "run2": "#007a5a", "run3": "#a3478a",
-    "run4": "#6b5300", "run5": "#4a6fd4", "run6": "#b0223a", "run7": "#57606c",
+    "run0": "#0067a8", "run1": "#b84a00", "run2": "#007a5a", "run3": "#a3478a",
+    "run4": "#6b5300", "run5": "#3d62c6", "run6": "#b0223a", "run7": "#57606c",
 }  # fmt: skip
 DARK = {
     "paper": "#12161b", "card": "#191e25", "ink": "#e8ebef", "soft": "#a3adba",

@@ -48,8 +48,8 @@ def gamma_figure(sources: Sequence[Source]) -> Figure | None:
     if all(value is None for value in means.values()):
         return None
     caption = (
-        "Share of channels whose norm multiplies them by less than 0.01: weight decay draws γ to "
-        f"zero, and the channel falls asleep. Mean over layers: {compare(means, 'percent')}."
+        "Share of channels that their norm multiplies by less than 0.01, so that what they say "
+        f"hardly depends on the image. Mean over layers: {compare(means, 'percent')}."
     )
     return _by_layer(
         sources, "gamma", "Small γ by layer", caption, "channels with |γ| < 0.01", "percent",
@@ -94,7 +94,7 @@ def spectrum_figure(sources: Sequence[Source]) -> Figure | None:
     """Eigenvalues of W by layer, from the smallest to the largest."""
     series, values = [], []
     for run, source in enumerate(sources):
-        layers = [(i, layer) for i, layer in enumerate(source.layers, 1) if layer.get("spectrum")]
+        layers = [(i, layer) for i, layer in enumerate(source.layers, 1) if _has_spectrum(layer)]
         if not layers:
             continue
         found = [layer["spectrum"] for _, layer in layers]
@@ -128,7 +128,7 @@ def spectrum_figure(sources: Sequence[Source]) -> Figure | None:
     table = layer_table(
         sources,
         [(part, "number", _of("spectrum", part)) for part in parts],
-        keep=lambda layer: bool(layer.get("spectrum")),
+        keep=_has_spectrum,
     )
     return Figure("spectrum", "Spectrum of W by layer", caption, (Panel("", drawing),), table)
 
@@ -224,6 +224,11 @@ def _small_gamma(layer: dict[str, Any]) -> float | None:
 def _thresholds(sources: Sequence[Source]) -> str:
     found = {source.diagnosis["threshold"] for source in sources if source.diagnosis}
     return " or ".join(f"{value:g}" for value in sorted(found))
+
+
+def _has_spectrum(layer: dict[str, Any]) -> bool:
+    found = layer.get("spectrum") or {}
+    return all(found.get(name) is not None for name in ("min", "median", "max"))
 
 
 def _of(part: str, name: str) -> Measure:

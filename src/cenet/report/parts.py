@@ -59,6 +59,7 @@ class Figure:
         table: their numbers.
         numbers: all of them, for the CSV file, where the table only sums up.
         columns: drawings side by side on a wide screen; one alone fills half of it.
+        maps: whether the drawings are maps, which are small; the caption stands beside them.
     """
 
     key: str
@@ -68,6 +69,7 @@ class Figure:
     table: Table
     numbers: Table | None = None
     columns: int = 1
+    maps: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ class Section:
     @property
     def alone(self) -> Figure | None:
         """The narrow figure that has no neighbour."""
-        narrow = [figure for figure in self.figures if figure.columns == 1]
+        narrow = [figure for figure in self.figures if figure.columns == 1 and not figure.maps]
         return narrow[-1] if len(narrow) % 2 else None
 
 

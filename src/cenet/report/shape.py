@@ -25,7 +25,7 @@ LAYER: dict[str, Any] = {
     "ce_site?": bool,
     "has_ce?": bool,
     "lambda?": float,
-    "spectrum?": {"min": float, "median": float, "max": float},
+    "spectrum?": {"min?": float, "median?": float, "max?": float},
 }
 SHAPE: dict[str, Any] = {
     "model": {"name": str, "checkpoint?": str, "parameters?": int},

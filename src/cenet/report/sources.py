@@ -14,6 +14,9 @@ DIAGNOSIS = "diagnosis.json"
 FORMAT = "cenet.diagnosis"
 VERSION = 1
 MOST = 8  # colours that can be told apart
+ROW = {"epoch": int} | {
+    f"{part}_{name}?": float for part in ("train", "test") for name in ("loss", "top1")
+}
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ def _metrics(path: Path) -> tuple[dict[str, Any], ...]:
         return ()
     rows = [_plain(row) for row in read_metrics(path)]
     for number, row in enumerate(rows, start=1):
-        wrong = first_problem(row, {"epoch": float})
+        wrong = first_problem(row, ROW)
         if wrong:
             raise ValueError(f"{path}, line {number}, is not a row of `cenet train`: {wrong}")
     return tuple(rows)

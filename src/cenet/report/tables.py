@@ -44,8 +44,7 @@ def facts(sources: Sequence[Source]) -> tuple[Fact, ...]:
             lambda s: (s.part("importance") or {}).get("gini"), "number", min,
         ),
         _fact(
-            "parameters", "of the network", sources,
-            lambda s: (s.part("model") or {}).get("parameters"), "number", None,
+            "parameters", "of the network, in millions", sources, _millions, "number", None,
         ),
     ]  # fmt: skip
     return tuple(row for row in rows if row is not None)
@@ -134,6 +133,11 @@ def _last(source: Source, name: str) -> float | None:
 
 def _accuracy(name: str) -> Callable[[Source], float | None]:
     return lambda source: (source.part("accuracy") or {}).get(name)
+
+
+def _millions(source: Source) -> float | None:
+    parameters = (source.part("model") or {}).get("parameters")
+    return None if parameters is None else parameters / 1e6
 
 
 def _with_ce(source: Source) -> int | None:

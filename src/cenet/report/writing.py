@@ -18,7 +18,7 @@ from cenet.report.charts import MARKS, STYLE, standalone
 from cenet.report.colours import DARK, LIGHT
 from cenet.report.curves import training_figures
 from cenet.report.parts import Cell, Figure, Page, Section, Table
-from cenet.report.sources import Source, from_diagnosis, read_diagnosis, read_sources
+from cenet.report.sources import DIAGNOSIS, Source, from_diagnosis, read_diagnosis, read_sources
 from cenet.report.words import count, show
 from cenet.train.saving import replace_file
 
@@ -49,7 +49,7 @@ def write_page(sources: Sequence[Path | str], out: Path | str) -> Path:
 
 
 def write_diagnosis_page(diagnosis: Mapping[str, Any] | Path | str, out_path: Path | str) -> Path:
-    """Write a page from one diagnosis: its content, or the path of its file.
+    """Write a page from one diagnosis: its content, or the path of its file or folder.
 
     Raises:
         ValueError: as `write_page`.
@@ -58,7 +58,8 @@ def write_diagnosis_page(diagnosis: Mapping[str, Any] | Path | str, out_path: Pa
     if isinstance(diagnosis, Mapping):
         source = from_diagnosis(dict(diagnosis))
     else:
-        source = from_diagnosis(read_diagnosis(Path(diagnosis)), str(diagnosis))
+        path = Path(diagnosis)
+        source = from_diagnosis(read_diagnosis(path / DIAGNOSIS if path.is_dir() else path))
     return _write(build_page([source]), target)
 
 
