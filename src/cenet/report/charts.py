@@ -95,7 +95,7 @@ def line_chart(
         marks: draw every point.
         rule: a line to compare with.
     """
-    root, frame = _frame(label, [(item.run, runs[item.run]) for item in series], x, y)
+    root, frame = _frame(label, series, runs, x, y)
     if rule is not None:
         frame.rule(rule)
     for item in series:
@@ -120,7 +120,7 @@ def range_chart(
     label: str, series: Sequence[Series], runs: Sequence[str], x: Axis, y: Axis, rule: Rule
 ) -> str:
     """A bar from the low to the high value of every point, with a mark in between."""
-    root, frame = _frame(label, [(item.run, runs[item.run]) for item in series], x, y)
+    root, frame = _frame(label, series, runs, x, y)
     frame.rule(rule)
     for place, item in enumerate(series):
         # runs stand beside each other
@@ -205,10 +205,11 @@ class _Frame:
 
 
 def _frame(
-    label: str, names: Sequence[tuple[int, str]], x: Axis, y: Axis
+    label: str, series: Sequence[Series], runs: Sequence[str], x: Axis, y: Axis
 ) -> tuple[Tree.Element, _Frame]:
-    """The drawing so far: legend, axes and their numbers."""
-    rows = _legend_rows(names) if len(names) > 1 else []
+    """The drawing so far: legend (if there are several runs), axes and their numbers."""
+    names = [(item.run, runs[item.run]) for item in series]
+    rows = _legend_rows(names) if len(runs) > 1 else []
     top = LINE * len(rows) + (34 if rows else 26)
     root = _root(label, WIDTH, top + PLOT + BOTTOM)
     frame = _Frame(root, top, x, y)
@@ -220,7 +221,7 @@ def _frame(
         _, down = frame.point(x.low, value)
         Tree.SubElement(root, "path", {"class": "grid", "d": f"M{LEFT} {down:g}H{WIDTH - RIGHT}"})
         _write(root, LEFT - 7, down + 4, y.text(value), "end")
-    for value in x.ticks():
+    for value in x.ticks(8 if x.whole else 6):
         across, _ = frame.point(value, y.low)
         Tree.SubElement(root, "path", {"class": "grid", "d": f"M{across:g} {top + PLOT:g}v4"})
         _write(root, across, top + PLOT + 18, x.text(value), "middle")

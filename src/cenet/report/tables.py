@@ -7,7 +7,7 @@ from cenet.report.channels import ablation_area
 from cenet.report.layers import mean_correlation, mean_lambda
 from cenet.report.parts import Cell, Column, Fact, Kind, Picture, Table
 from cenet.report.sources import Source
-from cenet.report.words import MISSING, show
+from cenet.report.words import MISSING, NARROW, show
 
 PICTURES = 8  # of each run
 
@@ -160,7 +160,9 @@ def _layers(source: Source) -> Table:
     rows = []
     for number, layer in enumerate(source.layers, start=1):
         gamma, beta = layer.get("gamma") or {}, layer.get("beta") or {}
-        size = f"{layer['height']} × {layer['width']}" if layer.get("height") else None
+        size = (
+            f"{layer['height']}{NARROW}×{NARROW}{layer['width']}" if layer.get("height") else None
+        )
         place = "yes" if layer.get("has_ce") else "default site" if layer.get("ce_site") else None
         rows.append(
             (

@@ -12,8 +12,10 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+import cenet.report.channels as channels
+import cenet.report.layers as layers
+import cenet.report.tables as tables
 from cenet import __version__
-from cenet.report import channels, layers, tables
 from cenet.report.charts import MARKS, STYLE, standalone
 from cenet.report.colours import DARK, LIGHT
 from cenet.report.curves import training_figures
@@ -98,7 +100,7 @@ def build_page(sources: Sequence[Source]) -> Page:
     )
 
 
-LOOKS = "Grad-CAM: bright places of the image speak for the predicted class."
+LOOKS = "Grad-CAM: where the colour is strong, the image speaks for the predicted class."
 SKIPPED = "These files could not be read as images and are not in any number above."
 DIFFER = "Rows that differ between runs come first and are marked."
 
@@ -190,10 +192,10 @@ def _about(source: Source) -> str:
     """What it is, how long it was trained and on how many images it was measured."""
     data, model = source.part("data") or {}, source.part("model")
     said = []
-    if model:
+    if source.recipe:
+        said.append(f"{source.recipe.get('network')} ({source.recipe.get('block')})")
+    elif model:
         said.append(str(model["name"]))
-    elif source.recipe:
-        said.append(f"{source.recipe.get('network')}, {source.recipe.get('block')}")
     if source.metrics:
         said.append(f"{count(len(source.metrics), 'epoch')} of training")
     if data.get("images"):
