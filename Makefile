@@ -20,6 +20,9 @@ test: $(READY)  ## the tests CI runs, ten minutes on two cores
 
 test-all: $(READY)  ## with the long tier
 	$(BIN)/pip install --quiet --editable '.[lightning]'
+	@# the report page is tested in a real browser where one can be had
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+		&& apt-get -qq update && apt-get -qq install -y chromium; } >/dev/null 2>&1 || true
 	$(BIN)/pytest -n auto --dist worksteal -m "not gpu"
 
 test-gpu: $(READY)  ## the tests that need a CUDA device

@@ -82,6 +82,11 @@ LEVELS = [
         *("analysis.examination", "analysis", "analysis.overlays", "analysis.images"),
         *("analysis.subjects", "analysis.summary", "analysis.command", "demo"),
     ),
+    (
+        *("report.parts", "report.words", "report.shape", "report.sources", "report.colours"),
+        *("report.scales", "report.charts", "report.curves", "report.layers", "report.channels"),
+        *("report.tables", "report.writing", "report"),
+    ),
     ("cli", "__main__"),
 ]
 ORDER = {name: index for index, name in enumerate(name for level in LEVELS for name in level)}

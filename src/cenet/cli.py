@@ -238,6 +238,24 @@ def recipes() -> None:
     console.print("cenet train digits_ce --help shows all fields; each can be changed.")
 
 
+def report(
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
+    out: Path = Path("report.html"),
+) -> None:
+    """Write a page about runs, side by side: training, channels, ablation, what is inside CE.
+
+    Args:
+        runs: folders of `cenet train` or `cenet diagnose`, or diagnosis.json files; at most eight.
+        out: the page; drawings and numbers go into a folder beside it, as SVG and CSV.
+    """
+    from cenet.report import write_page
+
+    try:
+        print(f"wrote {write_page(runs, out)}")
+    except (ValueError, OSError) as error:
+        raise SystemExit(str(error)) from error
+
+
 def evaluate(
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
     data: Path | None = None,
@@ -303,6 +321,7 @@ def main() -> None:
             "export": export,
             "models": models,
             "recipes": recipes,
+            "report": report,
             "sites": sites,
             "train": train,
         },

@@ -1,0 +1,132 @@
+"""What a page is made of: plain values, no HTML."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["text", "number", "percent"]
+Cell = str | float | int | None
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        name: in the head.
+        kind: how values are shown; a percent is stored as a share of 1.
+        run: the number of the run that the column is of, for its colour.
+    """
+
+    name: str
+    kind: Kind = "text"
+    run: int | None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """Numbers as they were read, under columns that say how to show them.
+
+    Attributes:
+        columns: the head.
+        rows: one cell per column; None for what is not known.
+        title: what the table holds.
+        marked: rows to stand out, by number.
+    """
+
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    title: str = ""
+    marked: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One drawing of a figure: its name and its SVG."""
+
+    name: str
+    svg: str
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Drawings with the words and the numbers that belong to them.
+
+    Attributes:
+        key: name of its files.
+        title: a noun.
+        caption: what to see.
+        panels: the drawings.
+        table: their numbers.
+        numbers: all of them, for the CSV file, where the table only sums up.
+        columns: drawings side by side on a wide screen; one alone fills half of it.
+        maps: whether the drawings are maps, which are small; the caption stands beside them.
+    """
+
+    key: str
+    title: str
+    caption: str
+    panels: tuple[Panel, ...]
+    table: Table
+    numbers: Table | None = None
+    columns: int = 1
+    maps: bool = False
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image of the test set beside what the network looked at, as data URIs."""
+
+    run: int
+    image: str
+    overlay: str
+    words: str
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A row of the headline table.
+
+    Attributes:
+        name: what is measured.
+        meaning: in a few words.
+        values: one per run, ready to read.
+        best: the runs with the best value, where one is better than another.
+    """
+
+    name: str
+    meaning: str
+    values: tuple[str, ...]
+    best: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading and what stands under it."""
+
+    key: str
+    title: str
+    figures: tuple[Figure, ...] = ()
+    tables: tuple[Table, ...] = ()
+    pictures: tuple[Picture, ...] = ()
+    words: str = ""
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to show."""
+        return bool(self.figures or self.tables or self.pictures)
+
+    @property
+    def alone(self) -> Figure | None:
+        """The narrow figure that has no neighbour."""
+        narrow = [figure for figure in self.figures if figure.columns == 1 and not figure.maps]
+        return narrow[-1] if len(narrow) % 2 else None
+
+
+@dataclass(frozen=True)
+class Page:
+    """Everything a reader sees."""
+
+    title: str
+    runs: tuple[str, ...]
+    about: tuple[str, ...]  # a line per run
+    facts: tuple[Fact, ...]
+    sections: tuple[Section, ...]

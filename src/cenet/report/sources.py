@@ -1,0 +1,179 @@
+"""Reading what a page is made from: folders of `cenet train`, files of `cenet diagnose`."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cenet.report.shape import first_mismatch, first_problem
+from cenet.train.logbook import METRICS, read_metrics
+
+DIAGNOSIS = "diagnosis.json"
+FORMAT = "cenet.diagnosis"
+VERSION = 1
+MOST = 8  # colours that can be told apart
+ROW = {"epoch": int} | {
+    f"{part}_{name}?": float for part in ("train", "test") for name in ("loss", "top1")
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A run, as far as it is known.
+
+    Attributes:
+        name: of its folder.
+        recipe: of run.json.
+        environment: of run.json, or of the diagnosis.
+        metrics: a row per epoch.
+        diagnosis: by the contract of `cenet diagnose`.
+    """
+
+    name: str
+    recipe: dict[str, Any] | None = None
+    environment: dict[str, Any] | None = None
+    metrics: tuple[dict[str, Any], ...] = ()
+    diagnosis: dict[str, Any] | None = None
+
+    @property
+    def layers(self) -> list[dict[str, Any]]:
+        """The layers that were measured."""
+        return [] if self.diagnosis is None else list(self.diagnosis["layers"])
+
+    def part(self, name: str) -> Any:
+        """A part of the diagnosis; None if it is not there."""
+        return None if self.diagnosis is None else self.diagnosis.get(name)
+
+
+def read_sources(paths: Sequence[Path]) -> list[Source]:
+    """Read every path, and name each after its folder.
+
+    Raises:
+        ValueError: a path is missing, is no run, is damaged, or comes twice.
+    """
+    if not paths:
+        raise ValueError("no run was given; name at least one folder of `cenet train`")
+    if len(paths) > MOST:
+        raise ValueError(f"{len(paths)} runs are too many for a page; give at most {MOST}")
+    places = [path.resolve() for path in paths]
+    for path, place in zip(paths, places, strict=True):
+        if places.count(place) > 1:
+            raise ValueError(f"{path} was given twice; name each run once")
+    names = _names([_folder(place) for place in places])
+    return [_read(path, name) for path, name in zip(paths, names, strict=True)]
+
+
+def from_diagnosis(content: dict[str, Any], where: str = "the diagnosis") -> Source:
+    """A source that is a diagnosis alone, named after its model; ValueError if it is not one."""
+    checked = _checked(_plain(content), where)
+    return Source(checked["model"]["name"], None, checked.get("environment"), (), checked)
+
+
+def read_diagnosis(path: Path) -> dict[str, Any]:
+    """The content of a diagnosis.json; ValueError if it is damaged or of another version."""
+    return _checked(_json(path, "`cenet diagnose`"), str(path))
+
+
+def _read(path: Path, name: str) -> Source:
+    if path.is_file():
+        found = read_diagnosis(path)
+        return Source(name, None, found.get("environment"), (), found)
+    if not path.is_dir():
+        raise ValueError(f"{path} does not exist; give a folder of `cenet train` or a {DIAGNOSIS}")
+    about, measured = path / "run.json", path / DIAGNOSIS
+    diagnosis = read_diagnosis(measured) if measured.is_file() else None
+    if not about.is_file():
+        if diagnosis is None:
+            raise ValueError(
+                f"{path} holds neither run.json of `cenet train` nor {DIAGNOSIS} of "
+                "`cenet diagnose`; give the folder of a run"
+            )
+        return Source(name, None, diagnosis.get("environment"), (), diagnosis)
+    run = _json(about, "`cenet train`")
+    wrong = first_problem(run, {"recipe": dict, "environment": dict})
+    if wrong:
+        raise ValueError(f"{about} is not of `cenet train`: {wrong}")
+    metrics = _metrics(path / METRICS)
+    if not metrics and diagnosis is None:
+        raise ValueError(
+            f"{path / METRICS} has no row yet, and there is no {DIAGNOSIS}; "
+            "wait for the first epoch, or measure with `cenet diagnose`"
+        )
+    return Source(name, run["recipe"], run["environment"], metrics, diagnosis)
+
+
+def _metrics(path: Path) -> tuple[dict[str, Any], ...]:
+    if not path.is_file():
+        return ()
+    rows = [_plain(row) for row in read_metrics(path)]
+    for number, row in enumerate(rows, start=1):
+        wrong = first_problem(row, ROW)
+        if wrong:
+            raise ValueError(f"{path}, line {number}, is not a row of `cenet train`: {wrong}")
+    return tuple(rows)
+
+
+def _json(path: Path, author: str) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:  # bytes that are not text and text that is not JSON
+        raise ValueError(f"{path} cannot be read: {error}; write it again with {author}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is not of {author}: it holds no object")
+    return dict(_plain(found))
+
+
+def _checked(found: dict[str, Any], where: str) -> dict[str, Any]:
+    if found.get("format") != FORMAT:
+        raise ValueError(
+            f"{where} is not a diagnosis: its format is {found.get('format')!r}, not {FORMAT!r}"
+        )
+    if found.get("version") != VERSION:
+        raise ValueError(
+            f"{where} has version {found.get('version')!r} and this cenet reads {VERSION}; "
+            "write it again with `cenet diagnose`"
+        )
+    wrong = first_problem(found) or first_mismatch(found)
+    if wrong:
+        raise ValueError(f"{where} is damaged: {wrong}; write it again with `cenet diagnose`")
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """The same without characters that do not print and numbers that are not finite."""
+    if isinstance(value, dict):
+        return {_printable(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, str):
+        return _printable(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _printable(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else "\ufffd" for char in text)
+
+
+def _folder(place: Path) -> Path:
+    """What gives a source its name: diagnosis.json is called like its folder."""
+    if place.name == DIAGNOSIS:
+        return place.parent
+    return place.with_suffix("") if place.suffix == ".json" else place
+
+
+def _names(places: list[Path]) -> list[str]:
+    """The shortest ends of the paths that differ."""
+    ends = [place.name for place in places]
+    depth = 1
+    while len(set(ends)) < len(ends) and depth < max(len(place.parts) for place in places):
+        depth += 1
+        ends = ["/".join(place.parts[-depth:]) for place in places]
+    # a folder and a file may still have one name
+    for index, end in enumerate(ends):
+        if end in ends[:index]:
+            ends[index] = f"{end} ({index + 1})"
+    return [_printable(end) or "run" for end in ends]

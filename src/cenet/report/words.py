@@ -1,0 +1,52 @@
+"""Numbers in words: how a value is written, and sentences that compare runs."""
+
+from collections.abc import Mapping
+
+from cenet.report.parts import Cell, Kind
+
+MISSING = "–"
+NARROW = "\u202f"  # a space at which no line ends
+LISTED = 4  # more runs than this, and a sentence names only the extremes
+LONGEST = 28  # characters of a name in a drawing
+
+
+def show(value: Cell, kind: Kind = "number", *, brief: bool = False) -> str:
+    """A value as a reader wants it, in a table, or with a digit less in a sentence."""
+    if value is None:
+        return MISSING
+    if isinstance(value, str):
+        return value
+    if kind == "percent":
+        return f"{100 * value:.{1 if brief else 2}f}{NARROW}%"
+    if isinstance(value, int):
+        return f"{value:,}".replace(",", NARROW)
+    return f"{value:#.{3 if brief else 4}g}".removesuffix(".")
+
+
+def compare(values: Mapping[str, float | None], kind: Kind = "number") -> str:
+    """The values of all runs from low to high, `ce 0.5 %, plain 11.6 %`; a single run has no name.
+
+    Runs without a value are None, and at least one has a value.
+    """
+    known = sorted((value, name) for name, value in values.items() if value is not None)
+    if len(values) == 1:
+        return show(known[0][0], kind, brief=True)
+    if len(known) > LISTED:
+        ends = (
+            f"{show(value, kind, brief=True)} ({name})" for value, name in (known[0], known[-1])
+        )
+        return "from " + " to ".join(ends)
+    return ", ".join(f"{name} {show(value, kind, brief=True)}" for value, name in known)
+
+
+def count(number: int, noun: str) -> str:
+    """`1 layer`, `3 layers`."""
+    return f"{show(number)} {noun}" + ("" if number == 1 else "s")
+
+
+def short(name: str, length: int = LONGEST) -> str:
+    """A name that fits into a drawing: its two ends, if it is long."""
+    if len(name) <= length:
+        return name
+    head = (length - 1) // 2
+    return f"{name[:head]}…{name[len(name) - (length - 1 - head) :]}"

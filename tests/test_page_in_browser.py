@@ -1,0 +1,131 @@
+"""The report page in a real browser: drawn, quiet, offline, and usable without a mouse."""
+
+import pytest
+
+from _browser import Browser, find_chromium
+from _runs import write_run
+from cenet.report import write_page
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_chromium() is None, reason="no Chromium here: apt install chromium"),
+]
+# outer boxes of what matches, with what is inside closed <details> left out
+BOXES = """[...document.querySelectorAll(%r)].filter(e => e.checkVisibility())
+  .map(e => e.getBoundingClientRect()).map(b => [b.x, b.y, b.width, b.height])"""
+FOCUSED = "document.activeElement.matches(%r)"
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """One run, and three of which one has the names and numbers that are the hardest to place."""
+    root = tmp_path_factory.mktemp("pages")
+    long = "a_run_with_<b>a&very</b>_long_name_" + "x" * 80
+    write_run(root / "plain", 0, ce=False, layers=49)
+    write_run(root / "ce", 1, layers=49)
+    write_run(root / long, 2, layers=13)
+    sources = [root / name for name in ("plain", "ce", long)]
+    one = write_page([root / "ce"], root / "one.html")
+    return {"one": one, "three": write_page(sources, root / "three.html")}
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    found = Browser(tmp_path_factory.mktemp("chromium"))
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("name", ["one", "three"])
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_page_is_quiet_and_asks_for_nothing(browser, pages, name, dark):
+    browser.open(pages[name], dark=dark)
+    assert browser.problems == []
+    assert browser.requests[0] == pages[name].resolve().as_uri()
+    assert all(url.startswith("data:") for url in browser.requests[1:])
+
+
+@pytest.mark.parametrize("width", [1200, 360])
+@pytest.mark.parametrize("name", ["one", "three"])
+def test_all_figures_are_drawn(browser, pages, name, width):
+    browser.open(pages[name], width=width)
+    figures = browser.value(BOXES % "figure")
+    drawings = browser.value(BOXES % "svg.drawing")
+    assert len(figures) >= 15
+    assert len(drawings) >= len(figures) - 8 * 3
+    for x, _, wide, high in figures + drawings:
+        assert wide > 100
+        assert high > 80
+        assert x >= 0
+        assert x + wide <= width
+    curves = browser.value(BOXES % ".drawing g .curve")
+    assert all(max(wide, high) > 1 for _, _, wide, high in curves)
+    loaded = "[...document.images].every(i => i.complete && i.naturalWidth > 0)"
+    assert browser.value(loaded)
+
+
+@pytest.mark.parametrize("width", [1200, 360])
+@pytest.mark.parametrize("name", ["one", "three"])
+def test_nothing_in_a_drawing_is_cut_off(browser, pages, name, width):
+    browser.open(pages[name], width=width)
+    outside = browser.value(
+        """[...document.querySelectorAll("svg.drawing text")].filter(t => {
+          const own = t.getBoundingClientRect(), all = t.ownerSVGElement.getBoundingClientRect();
+          return own.left < all.left - 1 || own.right > all.right + 1 || own.top < all.top - 1
+            || own.bottom > all.bottom + 1; }).map(t => t.textContent)"""
+    )
+    assert outside == []
+
+
+@pytest.mark.parametrize("name", ["one", "three"])
+@pytest.mark.parametrize("opened", [False, True], ids=["closed", "opened"])
+def test_a_narrow_screen_does_not_scroll_sideways(browser, pages, name, opened):
+    browser.open(pages[name], width=360, height=740)
+    if opened:
+        browser.value("document.querySelectorAll('details').forEach(d => d.open = true)")
+    assert browser.value("document.documentElement.scrollWidth") <= 360
+    # wide tables scroll in their own boxes
+    wide = "[...document.querySelectorAll('.scroll')].some(b => b.scrollWidth > b.clientWidth)"
+    assert browser.value(wide)
+
+
+def test_the_keyboard_reaches_the_theme_and_the_numbers(browser, pages):
+    browser.open(pages["three"])
+    browser.press("Tab")
+    assert browser.value(FOCUSED % "#theme")
+    outline = "getComputedStyle(document.activeElement).outlineStyle"
+    assert browser.value(outline) == "solid"
+    for _ in range(30):
+        browser.press("Tab")
+        if browser.value(FOCUSED % "#figure-loss summary"):
+            break
+    assert browser.value(FOCUSED % "#figure-loss summary")
+    assert browser.value(outline) == "solid"
+    table = BOXES % "#figure-loss table"
+    assert browser.value(table) == []
+    browser.press("Enter")
+    assert len(browser.value(table)) == 1
+    browser.press("Tab")
+    assert browser.value(FOCUSED % "#figure-loss .scroll")
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_theme_follows_the_system_until_the_button_is_pressed(browser, pages, dark):
+    browser.open(pages["three"], dark=dark)
+    ground = "getComputedStyle(document.body).backgroundColor"
+    ink = "getComputedStyle(document.querySelector('.drawing .name')).fill"
+    run = "getComputedStyle(document.querySelector('.drawing .run1')).color"
+    pressed = "document.getElementById('theme').getAttribute('aria-pressed')"
+    light, night = "rgb(253, 253, 252)", "rgb(18, 22, 27)"
+    assert browser.value(ground) == (night if dark else light)
+    assert browser.value(pressed) == str(dark).lower()
+    before = browser.value(ink), browser.value(run)
+    browser.press("Tab")
+    browser.press("Enter")
+    assert browser.value(ground) == (light if dark else night)
+    assert browser.value(pressed) == str(not dark).lower()
+    after = browser.value(ink), browser.value(run)
+    assert before[0] != after[0]
+    assert before[1] != after[1]
+    browser.press("Enter")
+    assert browser.value(ground) == (night if dark else light)

@@ -1,0 +1,561 @@
+"""The report: numbers as in the source, nothing from outside, nothing that was not escaped."""
+
+import csv
+import json
+import re
+from html.parser import HTMLParser
+from itertools import pairwise
+from statistics import fmean
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from _runs import diagnosis, metrics, write_run
+from cenet.cli import report
+from cenet.report import write_diagnosis_page, write_page
+from cenet.report.colours import DARK, LIGHT, RAMP, ramp
+from cenet.report.scales import Axis, around
+from cenet.report.sources import from_diagnosis, read_sources
+from cenet.report.words import compare, short, show
+from cenet.report.writing import build_page
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&{{7*7}}"
+
+
+class Reader(HTMLParser):
+    """Tags, attributes, headings and the cells of every table by the id of its figure."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.attributes, self.headings, self.tables = [], [], [], {}
+        self.text, self._figure, self._cell, self._raw = "", None, False, None
+        self.scripts = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(tag, *pair) for pair in attrs]
+        found = dict(attrs)
+        if tag == "figure":
+            self._figure = found.get("id")
+        if tag in ("h1", "h2", "h3", "h4"):
+            self.headings.append(int(tag[1]))
+        if tag == "tr" and self._figure:
+            self.tables.setdefault(self._figure, []).append([])
+        if tag in ("td", "th"):
+            self._cell = True
+            if self._figure:
+                self.tables[self._figure][-1].append("")
+        self._raw = tag if tag in ("script", "style") else None
+
+    def handle_endtag(self, tag):
+        if tag == "figure":
+            self._figure = None
+        if tag in ("td", "th"):
+            self._cell = False
+        self._raw = None
+
+    def handle_data(self, data):
+        if self._raw == "script":
+            self.scripts.append(data)
+        elif not self._raw:
+            self.text += data
+        if self._cell and self._figure:
+            self.tables[self._figure][-1][-1] += data
+
+
+def figures(page):
+    return {figure.key: figure for section in page.sections for figure in section.figures}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Three runs, and their page."""
+    root = tmp_path_factory.mktemp("runs")
+    write_run(root / "plain", 0, ce=False)
+    write_run(root / "ce", 1)
+    write_run(root / "ce_again", 2, measured=False)
+    write_page([root / "plain", root / "ce", root / "ce_again"], root / "page.html")
+    return root
+
+
+@pytest.fixture(scope="module")
+def page(folder):
+    return Reader((folder / "page.html").read_text())
+
+
+# numbers
+
+
+def test_tables_hold_the_numbers_of_the_source(folder):
+    found = figures(build_page(read_sources([folder / "ce"])))
+    source = json.loads((folder / "ce" / "diagnosis.json").read_text())
+    layers = list(enumerate(source["layers"], 1))
+
+    def rows(*names):
+        return tuple((i, layer["name"], *(layer[name] for name in names)) for i, layer in layers)
+
+    assert found["inhibited"].table.rows == rows("inhibited_ratio")
+    assert found["correlation"].table.rows == rows("correlation")
+    assert found["lambda"].table.rows == rows("lambda")
+    assert found["gamma"].table.rows == tuple(
+        (i, layer["name"], layer["gamma"]["abs_below_1e-2"]) for i, layer in layers
+    )
+    assert found["spectrum"].table.rows == tuple(
+        (i, layer["name"], *layer["spectrum"].values()) for i, layer in layers
+    )
+    asleep = sum(len(layer["asleep"]) for _, layer in layers)
+    total = sum(layer["channels"] for _, layer in layers)
+    assert dict(found["strength"].table.rows)[0.01] == asleep / total
+    assert found["strength"].numbers.rows == tuple(
+        ("ce", layer["name"], c, v) for _, layer in layers for c, v in enumerate(layer["mean_abs"])
+    )
+    curve = source["ablation"]
+    assert found["ablation"].table.rows == tuple(
+        ("ce", 5, ratio, fmean(values), min(values), max(values))
+        for ratio, values in zip(curve["ratios"], curve["top1"], strict=True)
+    )
+    first = source["matrices"][0]
+    assert [row[4] for row in found["matrices"].numbers.rows][:24] == first["values"][0]
+    drops = source["importance"]["drop"]
+    assert [row[3] for row in found["importance"].numbers.rows] == drops
+    assert found["importance"].table.rows[0][3:5] == (0.41, max(drops))
+    shown = [source["layers"][i]["name"] for i in (0, 4, 8, 12)]
+    assert [row[1] for row in found["maps"].table.rows] == shown
+
+
+def test_training_tables_are_those_of_metrics(folder):
+    found = figures(build_page(read_sources([folder / "plain", folder / "ce"])))
+    plain, ce = metrics(0, ce=False), metrics(1)
+    for key, column in (("loss", "loss"), ("accuracy", "top1")):
+        assert found[key].table.rows == tuple(
+            (a["epoch"], *(row[f"{part}_{column}"] for row in (a, b) for part in ("train", "test")))
+            for a, b in zip(plain, ce, strict=True)
+        )
+
+
+def test_the_page_shows_the_tables(folder, page):
+    built = figures(build_page(read_sources([folder / n for n in ("plain", "ce", "ce_again")])))
+    assert set(page.tables) == {f"figure-{key}" for key in built}
+    for key, figure in built.items():
+        head, *rows = page.tables[f"figure-{key}"]
+        assert head == [column.name for column in figure.table.columns]
+        kinds = [column.kind for column in figure.table.columns]
+        assert rows == [
+            [show(cell, kind) for cell, kind in zip(row, kinds, strict=True)]
+            for row in figure.table.rows
+        ]
+
+
+def test_headline_compares_the_runs(folder):
+    built = build_page(read_sources([folder / n for n in ("plain", "ce", "ce_again")]))
+    facts = {fact.name: fact for fact in built.facts}
+    source = json.loads((folder / "ce" / "diagnosis.json").read_text())
+    assert facts["top-1"].values == ("87.80\u202f%", "89.60\u202f%", "–")
+    assert facts["top-1"].best == {1}
+    assert facts["top-5"].best == frozenset()  # all the same
+    assert facts["inhibited, first six layers"].best == {1}
+    expected = f"{100 * source['first_six']:.2f}\u202f%"
+    assert facts["inhibited, first six layers"].values[1] == expected
+    expected = fmean(layer["correlation"] for layer in source["layers"])
+    assert facts["mean correlation"].values[1] == f"{expected:.3g}"
+    assert facts["mean λ"].values[0] == "–"
+    assert facts["layers with CE"].values == ("0", "13", "–")
+    assert facts["Gini of importance"].best == {1}
+    curve = source["ablation"]
+    means = [fmean(values) for values in curve["top1"]]
+    area = sum(0.1 * (a + b) / 2 for a, b in pairwise(means)) / 0.9
+    assert facts["ablation area"].values[1] == f"{100 * area:.2f}\u202f%"
+    last = metrics(2)[-1]["test_top1"]
+    assert facts["test top-1"].values[2] == f"{100 * last:.2f}\u202f%"
+
+
+def test_captions_say_what_the_numbers_say(folder):
+    found = figures(build_page(read_sources([folder / "plain", folder / "ce"])))
+    source = json.loads((folder / "plain" / "diagnosis.json").read_text())
+    worst = max(source["layers"], key=lambda layer: layer["inhibited_ratio"])
+    expected = f"plain: most in {worst['name']}, {100 * worst['inhibited_ratio']:.1f}\u202f%"
+    assert expected in found["inhibited"].caption
+    assert "ce 0.410, plain 0.630" in found["importance"].caption
+    # λ is known of one run only, and the caption says of which
+    assert re.search(r"layers with CE: ce 0\.\d+\.", found["lambda"].caption)
+    assert "mean and range of 5 draws" in found["ablation"].caption
+    alone = figures(build_page(read_sources([folder / "ce"])))
+    assert "1 when one matters alone: 0.410." in alone["importance"].caption
+
+
+# several runs
+
+
+def test_a_run_has_one_colour_throughout(folder):
+    text = (folder / "page.html").read_text()
+    # in every legend a name follows the mark of its run
+    marks = re.findall(
+        r'<g class="run(\d)">(?:(?!</g>).)*</g><text[^>]*class="name">([^<]*)<', text
+    )
+    assert set(marks) == {("0", "plain"), ("1", "ce"), ("2", "ce_again")}
+    # and in the drawing of λ, which plain does not have, ce is still the second
+    drawing = text[text.index('id="figure-spectrum"') :].split("</svg>")[0]
+    assert 'class="run1"' in drawing
+    assert 'class="run0"' not in drawing
+
+
+def test_differences_of_recipes_come_first(folder):
+    built = build_page(read_sources([folder / "plain", folder / "ce"]))
+    (table,) = next(s for s in built.sections if s.key == "recipe").tables
+    assert [row[0] for row in table.rows[:2]] == ["block", "seed"]
+    assert table.rows[0] == ("block", "plain", "ce")
+    assert table.marked == {0, 1}
+    assert len(table.rows) == 29
+
+
+def test_networks_with_other_layers_keep_their_own_names(tmp_path):
+    write_run(tmp_path / "deep", 0, layers=9)
+    write_run(tmp_path / "flat", 1, layers=4)
+    table = figures(build_page(read_sources([tmp_path / "deep", tmp_path / "flat"])))["inhibited"]
+    names = [column.name for column in table.table.columns]
+    assert names == ["deep, #", "deep, layer", "deep", "flat, #", "flat, layer", "flat"]
+    assert table.table.rows[8][3:] == (None, None, None)
+    assert table.table.rows[8][1] == "features.26.relu"
+
+
+def test_runs_with_one_name_are_told_apart_by_their_folders(tmp_path):
+    for parent in ("a", "b"):
+        write_run(tmp_path / parent / "run", 0, epochs=2, measured=False)
+    found = read_sources([tmp_path / "a" / "run", tmp_path / "b" / "run"])
+    assert [source.name for source in found] == ["a/run", "b/run"]
+
+
+def test_a_diagnosis_file_is_called_like_its_folder(tmp_path):
+    write_run(tmp_path / "ce", 0, layers=4)
+    (found,) = read_sources([tmp_path / "ce" / "diagnosis.json"])
+    assert (found.name, found.recipe, found.metrics) == ("ce", None, ())
+
+
+# parts that are missing
+
+
+def sections(source):
+    return [section.key for section in build_page([source]).sections]
+
+
+def test_sections_without_numbers_are_left_out(tmp_path):
+    write_run(tmp_path / "run", 0, measured=False)
+    assert sections(read_sources([tmp_path / "run"])[0]) == ["training", "recipe", "environment"]
+    whole = diagnosis(0, layers=4)
+    everything = ["channels", "ablation", "equilibrium", "maps", "gradcam", "layers", "skipped"]
+    assert sections(from_diagnosis(whole)) == [*everything, "environment"]
+    for part in ("accuracy", "first_six", "ablation", "importance", "environment"):
+        whole[part] = None
+    for part in ("matrices", "gradcam"):
+        whole[part] = []
+    whole["data"]["skipped"] = []
+    for layer in whole["layers"]:
+        layer.update({"lambda": None, "spectrum": None, "magnitude": [[3.0]], "correlation": None})
+    assert sections(from_diagnosis(whole)) == ["channels", "layers"]
+    whole["layers"] = []
+    assert sections(from_diagnosis(whole)) == []
+
+
+def test_the_least_diagnosis_makes_a_page(tmp_path):
+    layer = {"name": "relu", "channels": 2, "mean_abs": [None, 0.0], "asleep": [1]}
+    least = {"format": "cenet.diagnosis", "version": 1, "model": {"name": "m"}, "threshold": 0.01}
+    least["layers"] = [{**layer, "inhibited_ratio": 0.5}]
+    text = Reader(write_diagnosis_page(least, tmp_path / "p.html").read_text()).text
+    assert not re.search(r"\b(None|nan|inf)\b", text)
+
+
+def test_numbers_that_are_not_known_leave_gaps(tmp_path):
+    found = diagnosis(0, layers=4)
+    found["layers"][1]["mean_abs"][0] = None
+    found["layers"][1]["correlation"] = float("nan")
+    found["matrices"][0]["values"][1][2] = None
+    found["layers"][0]["magnitude"][0][0] = None
+    found["ablation"]["top1"][3] = [None] * 5
+    page = write_diagnosis_page(found, tmp_path / "page.html")
+    assert not re.search(r"\b(None|nan|inf)\b", Reader(page.read_text()).text)
+    rows = figures(build_page([from_diagnosis(found)]))["correlation"].table.rows
+    assert [row[0] for row in rows] == [1, 3, 4]
+
+
+# files
+
+
+def test_figures_are_files_too(folder):
+    built = build_page(read_sources([folder / n for n in ("plain", "ce", "ce_again")]))
+    files = folder / "page_files"
+    names = set()
+    for key, figure in figures(built).items():
+        panels = len(figure.panels)
+        drawn = [f"{key}.svg"] if panels == 1 else [f"{key}-{i + 1}.svg" for i in range(panels)]
+        names |= {f"{key}.csv", *drawn}
+        for name in drawn:
+            root = ElementTree.parse(files / name).getroot()
+            assert root.tag == "{http://www.w3.org/2000/svg}svg"
+            assert "var(" not in (files / name).read_text()  # editors know no variables
+        with (files / f"{key}.csv").open(newline="") as file:
+            rows = list(csv.reader(file))
+        table = figure.numbers or figure.table
+        assert rows[0] == [column.name for column in table.columns]
+        assert rows[1:] == [["" if c is None else str(c) for c in row] for row in table.rows]
+    assert {path.name for path in files.iterdir()} == names
+
+
+def test_a_page_is_replaced_or_left_alone(folder, tmp_path):
+    page = tmp_path / "page.html"
+    page.write_text("before")
+    with pytest.raises(ValueError, match="does not exist"):
+        write_page([folder / "ce", tmp_path / "nowhere"], page)
+    assert page.read_text() == "before"
+    write_page([folder / "ce"], page)
+    assert page.read_text().startswith("<!doctype html>")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "page_files"]
+
+
+def test_three_runs_of_fifty_layers_are_less_than_five_megabytes(tmp_path):
+    for seed in range(3):
+        write_run(tmp_path / f"run{seed}", seed, layers=49, epochs=160)
+    sources = [tmp_path / f"run{seed}" for seed in range(3)]
+    assert write_page(sources, tmp_path / "page.html").stat().st_size < 5e6
+
+
+# safety
+
+
+def test_the_page_needs_nothing_from_outside(folder, page):
+    text = (folder / "page.html").read_text()
+    for _, name, value in page.attributes:
+        if name in ("src", "href", "srcset", "action", "xlink:href"):
+            assert value.startswith(("data:", "#")), value
+    assert set(re.findall(r"https?://[^\s\"']*", text)) == {"http://www.w3.org/2000/svg"}
+    assert "@import" not in text
+    assert "url(" not in text
+    assert "default-src 'none'" in text
+
+
+def test_hostile_names_are_text(tmp_path):
+    run = write_run(tmp_path / HOSTILE.replace("/", "|"), 0, layers=4, epochs=2)
+    found = diagnosis(0, layers=4, name=HOSTILE)
+    for layer in found["layers"]:
+        layer["name"] += HOSTILE
+        layer["norm"] = HOSTILE
+    for part in (found["ablation"], found["importance"], *found["matrices"]):
+        part["layer"] = HOSTILE
+    found["data"]["skipped"] = [{"path": HOSTILE, "reason": HOSTILE}]
+    found["gradcam"][0].update(label=HOSTILE, predicted=HOSTILE)
+    (run / "diagnosis.json").write_text(json.dumps(found))
+    about = json.loads((run / "run.json").read_text())
+    about["environment"][HOSTILE] = HOSTILE
+    about["recipe"]["network"] = HOSTILE
+    (run / "run.json").write_text(json.dumps(about))
+    write_run(tmp_path / "other", 1, layers=4, epochs=2)
+    text = write_page([run, tmp_path / "other"], tmp_path / "page.html").read_text()
+    page = Reader(text)
+    assert len(page.scripts) == 1
+    assert not [attribute for attribute in page.attributes if attribute[1].startswith("on")]
+    assert {tag for tag in page.tags if tag in ("iframe", "object", "embed", "form")} == set()
+    for tag, name, value in page.attributes:
+        assert (tag, name) != ("img", "src") or value.startswith("data:image/png;base64,")
+    assert page.text.count(HOSTILE) > 10
+    for path in (tmp_path / "page_files").glob("*.svg"):
+        tags = {element.tag.split("}")[1] for element in ElementTree.parse(path).iter()}
+        assert tags <= {"svg", "style", "g", "path", "text", "title", "image"}
+
+
+def test_characters_that_do_not_print_are_replaced(tmp_path):
+    found = diagnosis(0, layers=4, name="a\x00b\ud800c\u202ed")
+    page = write_diagnosis_page(found, tmp_path / "page.html").read_text()
+    assert "a\ufffdb\ufffdc\ufffdd" in page
+    run = write_run(tmp_path / "odd\udcff\n", 0, layers=4)
+    assert "odd\ufffd\ufffd" in write_page([run], tmp_path / "page.html").read_text()
+
+
+def test_a_spreadsheet_runs_nothing(tmp_path):
+    run = write_run(tmp_path / "=cmd()", 0, layers=4)
+    write_page([run], tmp_path / "page.html")
+    assert "\n'=cmd()," in (tmp_path / "page_files" / "ablation.csv").read_text()
+
+
+# errors
+
+
+def damage(folder, name, **changes):
+    """A run with other content in one of its files."""
+    run = write_run(folder / "run", 0, layers=4, epochs=2)
+    content = json.loads((run / name).read_text())
+    (run / name).write_text(json.dumps({**content, **changes}))
+    return run
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"version": 2}, "has version 2 and this cenet reads 1"),
+        ({"format": "other"}, "is not a diagnosis: its format is 'other'"),
+        ({"layers": None}, "layers is None, not a list"),
+        ({"layers": [{"name": "x"}]}, r"layers\[0\].channels is missing"),
+        ({"accuracy": {"top1": "high"}}, "accuracy.top1 is 'high', not a number"),
+        ({"threshold": True}, "threshold is True, not a number"),
+        (
+            {"ablation": {"layer": "x", "ratios": [0, 0.5], "top1": [[0.5]]}},
+            "ablation has 2 ratios and 1 in top1",
+        ),
+        (
+            {"matrices": [{"layer": "x", "channels": [1, 2], "values": [[1, 0]]}]},
+            r"matrices\[0\] is not 2 × 2",
+        ),
+        (
+            {"gradcam": [{"image": "javascript:x", "overlay": "", "predicted": "x"}]},
+            r"gradcam\[0\].image is not data:image/png;base64",
+        ),
+    ],
+)
+def test_a_damaged_diagnosis_is_refused(tmp_path, changes, message):
+    run = damage(tmp_path, "diagnosis.json", **changes)
+    with pytest.raises(ValueError, match=message) as error:
+        write_page([run], tmp_path / "page.html")
+    assert str(run) in str(error.value)
+    assert not (tmp_path / "page.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"channels": 3}, r"layers\[0\] has 3 channels and 64 in mean_abs"),
+        ({"asleep": [64]}, r"layers\[0\].asleep names a channel that is not one of its 64"),
+        ({"magnitude": [[1.0], [1.0, 2.0]]}, "magnitude has rows of different lengths"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(change, message):
+    found = diagnosis(0, layers=4)
+    found["layers"][0].update(change)
+    with pytest.raises(ValueError, match=message):
+        from_diagnosis(found)
+
+
+def test_bad_sources_are_named(tmp_path):
+    run = write_run(tmp_path / "run", 0, measured=False, epochs=2)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    cases = [
+        ([], "no run was given"),
+        ([tmp_path / "nowhere"], "nowhere does not exist; give a folder of"),
+        ([empty], "empty holds neither run.json of `cenet train` nor diagnosis.json"),
+        ([run, run], "run was given twice"),
+        ([tmp_path / str(i) for i in range(9)], "9 runs are too many for a page; give at most 8"),
+        ([run / "run.json"], "is not a diagnosis"),
+    ]
+    for paths, message in cases:
+        with pytest.raises(ValueError, match=message):
+            write_page(paths, tmp_path / "page.html")
+    for name in ("page.json", "page", "empty"):
+        with pytest.raises(ValueError, match=r"must be a file that ends in \.html"):
+            write_page([run], tmp_path / name)
+
+
+def test_damaged_runs_are_refused(tmp_path):
+    run = write_run(tmp_path / "run", 0, measured=False, epochs=2)
+    for content, message in (
+        ("", "has no row yet"),
+        ('{"epoch": 1}\n{"epo', "metrics.jsonl cannot be read"),
+        ('{"epoch": 1}\n[]\n', "line 2, is not a row of `cenet train`"),
+        ('{"epoch": 1, "test_loss": "low"}\n', "test_loss is 'low', not a number"),
+    ):
+        (run / "metrics.jsonl").write_text(content)
+        with pytest.raises(ValueError, match=message):
+            write_page([run], tmp_path / "page.html")
+    for content, message in (
+        ("{", "run.json cannot be read"),
+        ("[]", "it holds no object"),
+        ('{"recipe": {}}', "environment is missing"),
+    ):
+        (run / "run.json").write_text(content)
+        with pytest.raises(ValueError, match=message):
+            write_page([run], tmp_path / "page.html")
+    (run / "run.json").write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(ValueError, match=r"run\.json cannot be read"):
+        write_page([run], tmp_path / "page.html")
+
+
+def test_the_command_says_what_went_wrong_in_one_line(tmp_path, capsys):
+    run = write_run(tmp_path / "run", 0, measured=False, epochs=2)
+    report((run,), tmp_path / "page.html")
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'page.html'}\n"
+    with pytest.raises(SystemExit, match="does not exist"):
+        report((tmp_path / "nowhere",), tmp_path / "page.html")
+
+
+# for every reader
+
+
+def test_headings_captions_and_labels(page):
+    assert page.headings[0] == 1
+    assert page.headings.count(1) == 1
+    assert all(b <= a + 1 for a, b in pairwise(page.headings))
+    drawings = page.tags.count("svg")
+    labelled = [a for a in page.attributes if a[:2] == ("svg", "aria-label") and a[2]]
+    hidden = [a for a in page.attributes if a[:2] == ("svg", "aria-hidden")]
+    assert len(labelled) + len(hidden) == drawings
+    assert page.tags.count("figcaption") == page.tags.count("figure")
+    images = page.tags.count("img")
+    assert len([a for a in page.attributes if a[:2] == ("img", "alt") and a[2]]) == images
+
+
+def luminance(colour):
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
+def test_colours_can_be_read(theme):
+    for ground in ("paper", "card", "wash"):
+        for name in ("ink", "soft", *(f"run{i}" for i in range(8))):
+            pair = sorted((luminance(theme[name]), luminance(theme[ground])))
+            assert (pair[1] + 0.05) / (pair[0] + 0.05) >= 4.5, (name, ground)
+
+
+def test_colours_of_maps_grow_lighter():
+    shades = [luminance("#{:02x}{:02x}{:02x}".format(*ramp(i / 50))) for i in range(51)]
+    assert shades == sorted(shades)
+    assert (ramp(-1), ramp(2)) == (RAMP[0], RAMP[-1])
+
+
+# words and axes
+
+
+def test_words():
+    assert show(0.12345, "percent") == "12.35\u202f%"
+    assert show(0.12345, "percent", brief=True) == "12.3\u202f%"
+    assert show(14728266) == "14\u202f728\u202f266"
+    assert show(0.41, brief=True) == "0.410"
+    assert show(100.0, brief=True) == "100"
+    assert show(None) == "–"
+    assert compare({"b": 2.0, "a": 1.0, "c": None}) == "a 1.00, b 2.00"
+    assert compare({"a": 1.0}) == "1.00"
+    many = {str(i): float(i) for i in range(6)}
+    assert compare(many) == "from 0.00 (0) to 5.00 (5)"
+    assert short("x" * 40, 11) == "xxxxx…xxxxx"
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=5), st.booleans())
+def test_an_axis_has_room_for_its_values_and_a_few_round_numbers(values, zero):
+    axis = around("x", values, zero=zero)
+    slack = 1e-6 * (axis.high - axis.low)
+    assert axis.low - slack <= min(values) <= max(values) <= axis.high + slack
+    ticks = axis.ticks()
+    assert 2 <= len(ticks) <= 7
+    assert all(axis.low - slack <= tick <= axis.high + slack for tick in ticks)
+    assert len({axis.text(tick) for tick in ticks}) == len(ticks)
+    assert not zero or axis.low <= 0 <= axis.high
+
+
+def test_whole_and_logarithmic_axes():
+    assert Axis("epoch", 1, 30, whole=True).ticks(8) == [1, 5, 10, 15, 20, 25, 30]
+    assert Axis("epoch", 1, 2, whole=True).ticks() == [1, 2]
+    log = Axis("x", 1e-4, 10, log=True)
+    assert [log.text(tick) for tick in log.ticks()] == ["1e-4", "0.001", "0.01", "0.1", "1", "10"]
+    assert log.place(0) == 0
+    assert log.place(0.01) == pytest.approx(0.4)
