@@ -291,7 +291,7 @@ def test_what_happens_to_an_image_file(tmp_path, augment):
     assert turned == {False, True}
     if augment == "crop_flip":
         padded = nn.functional.pad(image, (4, 4, 4, 4))
-        crops = [padded[:, t : t + 32, l : l + 32] for t in range(9) for l in range(9)]
+        crops = [padded[:, i : i + 32, j : j + 32] for i in range(9) for j in range(9)]
         crops = {crop.numpy().tobytes() for c in crops for crop in (c.contiguous(), c.flip(2))}
         assert kinds[0] <= crops
 
