@@ -25,7 +25,6 @@ from cenet.cli import main
 from cenet.models import create_model
 from cenet.nn import ce_layers
 from cenet.train import RECIPES, saving, snapshot
-from cenet.train.claims import claimed
 from cenet.train.data import Split, digits, image_folders
 from cenet.train.diagnosis import NonFiniteLoss, first_non_finite
 from cenet.train.engine import Interrupted, Trainer
@@ -349,8 +348,16 @@ def test_images_too_small_for_a_network_are_refused_before_training(tmp_path):
 
 
 def test_only_one_run_writes_to_a_folder(tmp_path):
-    with claimed(tmp_path), pytest.raises(ValueError, match="another process is writing to"):
-        train(Job(TINY, Options(tmp_path), device="cpu"))
+    code = (
+        "import sys; from pathlib import Path; from cenet.train.claims import claimed\n"
+        "with claimed(Path(sys.argv[1])): print('mine', flush=True); input()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], **pipes) as other:
+        assert other.stdout.readline() == "mine\n"
+        with pytest.raises(ValueError, match="another process is writing to"):
+            train(Job(TINY, Options(tmp_path), device="cpu"))
+        other.kill()
     assert train(Job(replace(TINY, epochs=1, batch_size=256), Options(tmp_path), device="cpu"))
 
 
@@ -361,12 +368,11 @@ def test_a_signal_to_workers_too_is_saved(files_folder, tmp_path):
     arguments += ["--epochs", "500", "--batch-size", "4", "--workers", "2", "--warmup-epochs", "0"]
     process = subprocess.Popen(
         [sys.executable, "-m", "cenet", *arguments], start_new_session=True,
-        stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     while process.poll() is None and not saving.checkpoints(tmp_path / "run"):
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGTERM)
-    assert process.wait(60) == 75, process.stderr.read()
+    assert process.wait(60) == 75
 
 
 def test_a_test_image_that_cannot_be_read_does_not_cost_the_epoch(files_folder, tmp_path):
