@@ -59,6 +59,12 @@ LEVELS = [
         *("theory.closed_form", "theory.link", "theory"),
     ),
     (
+        *("environment", "analysis.channels", "analysis.statistics", "analysis.equilibrium"),
+        *("analysis.watching", "analysis.recorder", "analysis.ablation", "analysis.attribution"),
+        *("analysis.monitor", "analysis.sample", "analysis.records", "analysis.diagnosis"),
+        *("analysis.examination", "analysis"),
+    ),
+    (
         *("train.recipes", "train.data", "train.inputs", "train.loaders", "train.saving"),
         *("train.snapshot", "train.processes", "train.setup", "train.interrupts"),
         "train.diagnosis",
@@ -77,17 +83,15 @@ LEVELS = [
         "train",
     ),
     (
-        *("analysis.channels", "analysis.statistics", "analysis.equilibrium"),
-        *("analysis.watching", "analysis.recorder", "analysis.ablation", "analysis.attribution"),
-        *("analysis.monitor", "analysis.sample", "analysis.records", "analysis.diagnosis"),
-        *("analysis.examination", "analysis", "analysis.overlays", "analysis.images"),
-        *("analysis.subjects", "analysis.summary", "analysis.command", "demo"),
+        *("analysis.overlays", "analysis.images", "analysis.subjects", "analysis.summary"),
+        "analysis.command",
     ),
     (
         *("report.parts", "report.words", "report.shape", "report.sources", "report.colours"),
         *("report.scales", "report.charts", "report.curves", "report.layers", "report.channels"),
         *("report.tables", "report.writing", "report"),
     ),
+    ("demo",),
     ("cli", "__main__"),
 ]
 ORDER = {name: index for index, name in enumerate(name for level in LEVELS for name in level)}

@@ -29,6 +29,7 @@ from cenet.analysis.recorder import Recorder
 from cenet.analysis.sample import Sample
 from cenet.analysis.statistics import LayerStatistics, shown_channels
 from cenet.analysis.watching import Site, unwrapped
+from cenet.environment import environment
 from cenet.nn import NormCE2d
 from cenet.nn.base import EquilibriumLayer
 from cenet.surgery import ce_sites
@@ -275,8 +276,6 @@ def _matrices(recorder: Recorder) -> tuple[Matrix, ...]:
 
 
 def _environment(network: nn.Module, seconds: float) -> dict[str, Any]:
-    from cenet.train.logbook import environment
-
     device = next((p.device for p in network.parameters()), torch.device("cpu"))
     facts = environment(device, 1)
     wanted = ("cenet", "commit", "torch", "timm", "torchvision", "device", "command")

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cenet.train.saving as saving
 import cenet.train.snapshot as snapshot
+from cenet.environment import environment
 from cenet.train.data import Files, Split
 from cenet.train.diagnosis import NonFiniteLoss, first_non_finite
 from cenet.train.evaluation import evaluate
@@ -21,7 +22,7 @@ from cenet.train.graphs import Graphed, problem
 from cenet.train.inputs import inputs_of
 from cenet.train.interrupts import Interrupts
 from cenet.train.loaders import Shard, seed_of, training_loader
-from cenet.train.logbook import Logbook, environment, progress_bar, say
+from cenet.train.logbook import Logbook, progress_bar, say
 from cenet.train.options import Options
 from cenet.train.processes import Processes, any_of, gathered, share_buffers_, total
 from cenet.train.recipes import Recipe

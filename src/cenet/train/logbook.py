@@ -3,17 +3,13 @@
 import csv
 import io
 import json
-import platform
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cenet import __version__
 from cenet.train.inputs import Inputs
 from cenet.train.recipes import Recipe
 from cenet.train.saving import replace_file
@@ -21,37 +17,6 @@ from cenet.train.saving import replace_file
 METRICS = "metrics.jsonl"
 # what differs between two runs of the same recipe
 TIMES = ("seconds", "images_per_second")
-
-
-def environment(device: torch.device, world: int) -> dict[str, Any]:
-    """Versions and hardware."""
-    import timm
-    import torchvision
-
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    return {
-        "cenet": __version__,
-        "commit": _commit(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "torchvision": torchvision.__version__,
-        "timm": timm.__version__,
-        "device": f"{device.type} {name}",
-        "processes": world,
-        "threads": torch.get_num_threads(),
-        "host": platform.node(),
-        "command": sys.argv,
-    }
-
-
-def _commit() -> str | None:
-    """The commit of the source, if it is a checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
 
 
 class Logbook:
