@@ -1,6 +1,7 @@
 """The engine: interrupted and resumed runs equal uninterrupted ones, and bad ends are clear."""
 
 import copy
+import csv
 import errno
 import json
 import math
@@ -668,3 +669,29 @@ def test_an_interrupted_run_of_cuda_graphs_goes_on(tmp_path):
     last, expected = rest.logbook.rows[-1], whole.logbook.rows[-1]
     # cuDNN adds in any order, and few images make the most of it
     assert last["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-2)
+
+
+def test_channels_are_watched_without_a_trace_and_resumed(tmp_path):
+    options = {"monitor_every": 2}
+    data = few_digits()
+    trainer(TINY, tmp_path / "plain", data).run()
+    trainer(TINY, tmp_path / "whole", data, **options).run()
+    assert_same_run(tmp_path / "plain", tmp_path / "whole")
+    first = trainer(TINY, tmp_path / "cut", data, checkpoint_every=2, **options)
+    stop_at(first, 5)
+    with pytest.raises(Interrupted):
+        first.run()
+    second = trainer(TINY, tmp_path / "cut", data, **options)
+    second.resume()
+    second.run()
+    whole, cut = ((tmp_path / name / "channels.csv").read_text() for name in ("whole", "cut"))
+    assert whole == cut
+    rows = list(csv.DictReader(whole.splitlines()))
+    assert len({row["layer"] for row in rows}) == 6
+    assert sorted({int(row["step"]) for row in rows}) == [0, 2, 4, 6, 8, 10]
+    assert all(0 <= float(row["lambda"]) <= 1 for row in rows)
+
+
+def test_channels_cannot_be_watched_in_cuda_graphs(tmp_path):
+    with pytest.raises(ValueError, match="--monitor-every cannot look into --cuda-graphs"):
+        Options(tmp_path, monitor_every=1, cuda_graphs=True)

@@ -185,15 +185,17 @@ def diagnose(
         device: where to run; auto takes cuda where there is one.
         layer: to ablate, by its name or that of the norm before it; by default as in the paper.
         ablation_images: how many labelled images the ablation uses, 0 to leave it out.
-        out: folder for diagnosis.json.
+        out: folder for diagnosis.json and the page diagnosis.html.
     """
     from cenet.analysis.command import run
+    from cenet.report import write_diagnosis_page
 
     try:
-        run(
+        found = run(
             model, data, out, checkpoint=checkpoint, limit=limit, size=size, batch=batch,
             device=device, layer=layer, ablation_images=ablation_images,
         )  # fmt: skip
+        print(f"wrote {write_diagnosis_page(found.as_dict(), out / 'diagnosis.html')}")
     except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from error
 

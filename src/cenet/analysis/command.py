@@ -36,7 +36,15 @@ class Shown(NamedTuple):
     files: ImageStream | None  # knows which could not be read
 
 
-def run(
+def run(model: str, data: Path | None, out: Path, **options: Any) -> Diagnosis:
+    """Examine a network as `examine` does, and print what was found."""
+    diagnosis, notes = examine(model, data, out, **options)
+    print_summary(diagnosis, notes)
+    print(f"wrote {out / FILE}")
+    return diagnosis
+
+
+def examine(
     model: str,
     data: Path | None,
     out: Path,
@@ -48,8 +56,8 @@ def run(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     layer: str | None = None,
     ablation_images: int = ABLATION_IMAGES,
-) -> Diagnosis:
-    """Examine a network, print what was found and write `out/diagnosis.json`.
+) -> tuple[Diagnosis, list[str]]:
+    """Examine a network and write `out/diagnosis.json`; what there is to note comes beside.
 
     Raises:
         ValueError: network, checkpoint, images or an option are no use; the message says which.
@@ -84,9 +92,7 @@ def run(
     notes = [] if shown.note is None else [shown.note]
     if diagnosis.model.checkpoint is None:
         notes.append(f"The weights of {model} are random: there is no --checkpoint.")
-    print_summary(diagnosis, notes)
-    print(f"wrote {out / FILE}")
-    return diagnosis
+    return diagnosis, notes
 
 
 def _shown(

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cenet.train.saving as saving
 import cenet.train.snapshot as snapshot
+from cenet.analysis.monitor import Monitor
 from cenet.environment import environment
 from cenet.train.data import Files, Split
 from cenet.train.diagnosis import NonFiniteLoss, first_non_finite
@@ -136,7 +137,11 @@ class Trainer:
         self.options.out.mkdir(parents=True, exist_ok=True)
         if self.processes.is_first:
             facts = environment(self.processes.device, self.processes.world)
-            self.logbook.begin(self.recipe, self.inputs, facts, after=self.position.epoch)
+            self.logbook.begin(
+                self.recipe, self.inputs, facts, after=self.position.epoch,
+                updates=self.position.updates,
+            )  # fmt: skip
+            self._watch()
         with (
             Interrupts() as interrupts,
             progress_bar(shown=self.processes.is_first) as progress,
@@ -159,6 +164,17 @@ class Trainer:
             write_weights(self.options.out / WEIGHTS, self.evaluated, self.recipe, self.inputs)
         row: dict[str, Any] = self.logbook.rows[-1] if self.logbook.rows else {}
         return row
+
+    def _watch(self) -> None:
+        """Look at the channels now and then, as the first process sees them."""
+        every = self.options.monitor_every * self.recipe.accumulate
+        if every:
+            watched: Any = self._forward
+            monitor = Monitor(
+                watched, every=every,
+                to=lambda _, values: self.logbook.add_channels(self.position.updates, values),
+            )  # fmt: skip
+            monitor.step = self.position.updates * self.recipe.accumulate
 
     def train_epoch(self, interrupts: Interrupts, tell: Callable[..., None]) -> None:
         """Train the rest of the epoch."""

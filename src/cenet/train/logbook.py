@@ -10,11 +10,13 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from cenet.analysis.monitor import FIELDS, Values
 from cenet.train.inputs import Inputs
 from cenet.train.recipes import Recipe
 from cenet.train.saving import replace_file
 
 METRICS = "metrics.jsonl"
+CHANNELS = "channels.csv"
 # what differs between two runs of the same recipe
 TIMES = ("seconds", "images_per_second")
 
@@ -31,9 +33,12 @@ class Logbook:
         if path.is_file():
             self.rows = read_metrics(path)
 
-    def begin(self, recipe: Recipe, inputs: Inputs, facts: dict[str, Any], *, after: int) -> None:
-        """Say what runs; forget rows after so many epochs, which will come again."""
+    def begin(
+        self, recipe: Recipe, inputs: Inputs, facts: dict[str, Any], *, after: int, updates: int
+    ) -> None:
+        """Say what runs; forget what came after so many epochs and updates: it will come again."""
         self.rows = [row for row in self.rows if row["epoch"] <= after]
+        self._forget_channels(updates)
         about = {"recipe": recipe.as_dict(), "inputs": inputs.as_dict(), "environment": facts}
         replace_file(self.folder / "run.json", (json.dumps(about, indent=2) + "\n").encode())
         self._write()
@@ -52,6 +57,23 @@ class Logbook:
                 if isinstance(value, float) and name != "epoch":
                     self._tensorboard.add_scalar(name, value, row["epoch"])
             self._tensorboard.flush()
+
+    def add_channels(self, updates: int, values: Values) -> None:
+        """Add what the monitor saw after so many updates."""
+        path = self.folder / CHANNELS
+        is_new = not path.exists()
+        with path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+            if is_new:
+                writer.writeheader()
+            writer.writerows({"step": updates, "layer": name, **values[name]} for name in values)
+
+    def _forget_channels(self, updates: int) -> None:
+        path = self.folder / CHANNELS
+        if path.is_file():
+            header, *lines = path.read_text().splitlines(keepends=True)
+            kept = [line for line in lines if int(line.partition(",")[0]) < updates]
+            replace_file(path, "".join([header, *kept]).encode())
 
     def end(self) -> None:
         """Close files."""

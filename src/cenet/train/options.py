@@ -20,6 +20,7 @@ class Options:
             GPU.
         checkpoint_every: updates between checkpoints; 0 writes one after each epoch only.
         log_every: updates between looks at the loss.
+        monitor_every: updates between looks at the channels, which go to channels.csv; 0 for none.
         threads: of a CPU; by default torch's own number, or 1 for images of fewer than 32 pixels,
             where threads would spend their time waiting for each other.
     """
@@ -32,13 +33,17 @@ class Options:
     cuda_graphs: bool = False
     checkpoint_every: int = 0
     log_every: int = 50
+    monitor_every: int = 0
     threads: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse numbers that make no sense."""
-        for name, least in (("workers", 0), ("checkpoint_every", 0), ("log_every", 1)):
+        least_values = {"workers": 0, "checkpoint_every": 0, "log_every": 1, "monitor_every": 0}
+        for name, least in least_values.items():
             value = getattr(self, name)
             if value < least:
                 raise ValueError(f"{name}={value} must be at least {least}")
+        if self.monitor_every and self.cuda_graphs:
+            raise ValueError("--monitor-every cannot look into --cuda-graphs; leave one away")
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads={self.threads} must be at least 1")
