@@ -1,4 +1,4 @@
-"""The three kinds of comparison that most figures and tables are: bars, ablation curves, accuracies."""
+"""Comparisons that most figures and tables are: bars, ablation curves, accuracies."""
 
 from collections.abc import Sequence
 from statistics import fmean

@@ -1,7 +1,9 @@
 """What the scripts of the paper's figures and tables share: runs, their diagnoses, figure and CSV.
 
-A script asks for runs by recipe. Those that are finished are read, an interrupted one goes on, a
-missing one is trained; scripts share them. `--scale smoke` takes the digits recipe of the same row
+A script asks for runs by recipe. Those that are finished are read, an interrupted one goes on,
+a
+missing one is trained; scripts share them. `--scale smoke` takes the digits recipe of the same
+row
 instead, for one epoch: it shows that everything works, and nothing about the paper.
 """
 
@@ -18,13 +20,12 @@ import matplotlib
 
 matplotlib.use("Agg")
 import torch
-from cenet.analysis.command import FILE
-from cenet.analysis.command import run as diagnose_run
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from cenet.analysis.command import FILE, examine
 from cenet.analysis.diagnosis import Diagnosis
 from cenet.train import RECIPES, Recipe
 from cenet.train.logbook import CHANNELS, METRICS, read_metrics
@@ -82,7 +83,7 @@ class Run:
             if data is not None and not (data / "cifar-10-batches-py").is_dir():
                 data = next(data / name for name in ("test", "val") if (data / name).is_dir())
             device: Any = self.study.device
-            diagnose_run(str(self.folder), data, self.folder, batch=250, limit=limit, device=device)
+            examine(str(self.folder), data, self.folder, batch=250, limit=limit, device=device)
         return Diagnosis.read(path)
 
     @cached_property

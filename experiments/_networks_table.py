@@ -1,4 +1,5 @@
-"""Tables 1 and 2: accuracy, multiply-adds and inference time of networks plain, with SE and with CE."""
+"""Tables 1 and 2: accuracy, multiply-adds and inference time of networks plain, with SE and with
+CE."""
 
 from collections.abc import Sequence
 
@@ -13,7 +14,7 @@ TIMED = {"plain": "plain", "se": "SE", "ce": "CE folded"}
 
 
 def networks_table(found: Study, compared: Sequence[tuple[str, str, float, float]]) -> None:
-    """Accuracies beside the paper's, multiply-adds, and inference time over that of the plain network.
+    """Accuracies beside the paper's, multiply-adds, and inference time as ratios to plain.
 
     Args:
         found: the study.

@@ -3,8 +3,10 @@
     python experiments/fig1c_ablation.py --data CIFAR10 --device cuda
     python experiments/fig1c_ablation.py --scale smoke
 
-Claim of the paper: with CE accuracy falls more gently, behind ReLU and ELU: no channel matters much more than others.
-Cost: 4 runs of VGG-16, 160 epochs, three minutes each on an H200; about 20 s of a CPU core with --scale smoke.
+Claim of the paper: with CE accuracy falls more gently, behind ReLU and ELU: no channel matters
+much more than others.
+Cost: 4 runs of VGG-16, 160 epochs, three minutes each on an H200; about 20 s of a CPU core with
+--scale smoke.
 """
 
 from _comparisons import ablation_curves

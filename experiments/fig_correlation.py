@@ -4,7 +4,8 @@
     python experiments/fig_correlation.py --scale smoke
 
 Claim of the paper: BD, IR and CE all have lower correlations than BN, at every depth.
-Cost: 4 runs of VGG-16, 160 epochs, a quarter of an hour each on an H200 (they are watched, which CUDA
+Cost: 4 runs of VGG-16, 160 epochs, a quarter of an hour each on an H200 (they are watched,
+which CUDA
 graphs do not allow); about 20 s of a CPU core with --scale smoke.
 """
 
@@ -16,6 +17,7 @@ ROWS = (("BN", "vgg16_plain"), ("BD", "vgg16_bd"), ("IR", "vgg16_ir"), ("CE", "v
 
 
 def main() -> None:
+    """Train what is missing, measure, draw."""
     found = study(__doc__, "fig_correlation")
     figure, panels = plt.subplots(1, 3, figsize=(11, 3.3))
     rows = []

@@ -15,6 +15,7 @@ ROWS = (("BN", "resnet50_plain"), ("SE", "resnet50_se"), ("CE", "resnet50_ce"))
 
 
 def main() -> None:
+    """Train what is missing, measure, draw."""
     found = study(__doc__, "fig_curves")
     figure, axes = plt.subplots(figsize=(5, 3.6))
     rows = []

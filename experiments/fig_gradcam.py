@@ -5,7 +5,8 @@
 
 Claim of the paper: CE covers the object more and the background less than BD, so IR helps.
 Pictures only: the paper gives no number, and neither does this.
-Cost: 3 runs on ImageNet, days each on eight GPUs; about 10 s of a CPU core with --scale smoke. Needs the extra `gradcam`.
+Cost: 3 runs on ImageNet, days each on eight GPUs; about 10 s of a CPU core with --scale smoke.
+Needs the extra `gradcam`.
 """
 
 import base64
@@ -19,6 +20,7 @@ ROWS = (("plain", "resnet50_plain"), ("BD", "resnet50_bd"), ("CE", "resnet50_ce"
 
 
 def main() -> None:
+    """Train what is missing, measure, draw."""
     found = study(__doc__, "fig_gradcam")
     cams = {label: found.run(recipe).diagnosis.gradcam for label, recipe in ROWS}
     count = min(map(len, cams.values()))

@@ -6,7 +6,8 @@
 Claim of the paper: CE generalizes better at every share. The paper trains CE until its training
 error is that of BN; both are reported here, after equal epochs and at the epoch of CE whose
 training error is nearest to BN's last.
-Cost: 10 runs of VGG-16, 160 epochs, three minutes each on an H200; about 40 s of a CPU core with --scale smoke.
+Cost: 10 runs of VGG-16, 160 epochs, three minutes each on an H200; about 40 s of a CPU core
+with --scale smoke.
 """
 
 from matplotlib import pyplot as plt
@@ -17,6 +18,7 @@ SHARES = (0.0, 0.2, 0.4, 0.6, 0.8)
 
 
 def main() -> None:
+    """Train what is missing, measure, draw."""
     found = study(__doc__, "fig_label_corruption")
     rows = []
     for share in SHARES:

@@ -4,7 +4,8 @@
     python experiments/fig_magnitude.py --scale smoke
 
 Claim of the paper: behind CE the ℓ2 norm over channels is larger everywhere.
-Cost: 2 runs of VGG-16, 160 epochs, three minutes each on an H200; about 10 s of a CPU core with --scale smoke.
+Cost: 2 runs of VGG-16, 160 epochs, three minutes each on an H200; about 10 s of a CPU core with
+--scale smoke.
 """
 
 from matplotlib import pyplot as plt
@@ -15,6 +16,7 @@ ROWS = (("BN", "vgg16_plain"), ("BN+CE", "vgg16_ce"))
 
 
 def main() -> None:
+    """Train what is missing, measure, draw."""
     found = study(__doc__, "fig_magnitude")
     maps = {label: found.run(recipe).diagnosis.layers[0].magnitude for label, recipe in ROWS}
     largest = max(max(map(max, values)) for values in maps.values())

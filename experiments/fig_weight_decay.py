@@ -3,9 +3,11 @@
     python experiments/fig_weight_decay.py --data CIFAR10 --device cuda
     python experiments/fig_weight_decay.py --scale smoke
 
-Claim of the paper: weight decay puts channels of BN to sleep and costs accuracy; BD prevents most
+Claim of the paper: weight decay puts channels of BN to sleep and costs accuracy; BD prevents
+most
 of it, CE more.
-Cost: 15 runs of VGG-16, 160 epochs, three minutes each on an H200; about 60 s of a CPU core with --scale smoke.
+Cost: 15 runs of VGG-16, 160 epochs, three minutes each on an H200; about 60 s of a CPU core
+with --scale smoke.
 """
 
 from matplotlib import pyplot as plt
@@ -17,6 +19,7 @@ DECAYS = (1e-4, 5e-4, 1e-3, 2e-3, 5e-3)
 
 
 def main() -> None:
+    """Train what is missing, measure, draw."""
     found = study(__doc__, "fig_weight_decay")
     rows = []
     for label, recipe in ROWS:

@@ -3,7 +3,8 @@
     python experiments/table_beta.py --data IMAGENET --device cuda
     python experiments/table_beta.py --scale smoke
 
-Claim of the paper: most β are not positive, as Remark 1 assumes of inhibited channels. Only norms
+Claim of the paper: most β are not positive, as Remark 1 assumes of inhibited channels. Only
+norms
 that feed an activation alone count: behind the others an addition follows.
 Cost: 3 runs on ImageNet, days each on eight GPUs; about 5 s of a CPU core with --scale smoke.
 """
@@ -18,6 +19,7 @@ ROWS = (
 
 
 def main() -> None:
+    """Train what is missing, measure, draw."""
     found = study(__doc__, "table_beta")
     rows = []
     for label, recipe, paper in ROWS:

@@ -4,7 +4,8 @@
     python experiments/table_position.py --scale smoke
 
 Claim of the paper: the third, with four times the channels, is better by 0.4.
-Cost: 2 runs on ImageNet, days each on eight GPUs; about 10 s of a CPU core with --scale smoke (where both rows are the same run).
+Cost: 2 runs on ImageNet, days each on eight GPUs; about 10 s of a CPU core with --scale smoke
+(where both rows are the same run).
 """
 
 from _experiment import study
@@ -13,6 +14,7 @@ ROWS = (("CE2-ResNet-50", 2, 77.9), ("CE3-ResNet-50", 3, 78.3))
 
 
 def main() -> None:
+    """Train what is missing, measure, draw."""
     found = study(__doc__, "table_position")
     rows = []
     for label, position, paper in ROWS:

@@ -2,11 +2,13 @@
 
     python experiments/theory_game.py --out experiments/out/theory
 
-Claim: the equilibrium is unique for G = W⁻¹ but not for every G; the closed form holds from a known
+Claim: the equilibrium is unique for G = W⁻¹ but not for every G; the closed form holds from a
+known
 budget on; the linear proxy errs to second order; CE is the equilibrium to first order where its
 output is positive, and not where it is clipped. docs/theory.md has the proofs.
 
-Writes theory_game.svg and theory_game.csv (panel, series, x, y: every point drawn). Float64 on the
+Writes theory_game.svg and theory_game.csv (panel, series, x, y: every point drawn). Float64 on
+the
 CPU, fixed seeds, about five seconds. Needs matplotlib.
 """
 
