@@ -1,5 +1,6 @@
 """The command line as a user meets it."""
 
+import json
 import subprocess
 import sys
 import venv
@@ -55,18 +56,25 @@ def test_bad_input_gets_one_line_and_a_non_zero_exit(arguments, message):
     assert "Traceback" not in result.stderr
 
 
-def test_demo_prints_the_comparison(capsys):
-    results = run_demo(epochs=2, seeds=2)
+def test_demo_prints_the_comparison_and_writes_a_page(capsys, tmp_path):
+    results = run_demo(tmp_path, epochs=1, seeds=2)
     text = capsys.readouterr().out
-    assert set(results) == {"BN", "BN + CE"}
-    assert "test accuracy" in text
-    assert "mean over 2 seeds" in text
-    for runs in results.values():
-        assert len(runs) == 2
-        for run_ in runs:
-            assert list(run_.inhibited) == [f"conv{i}" for i in range(1, 7)]
-            assert f"{run_.accuracy:.1%}" in text
-    assert run_demo(epochs=2, seeds=2) == results
+    assert set(results) == {"BN", "BN+CE"}
+    for row, runs in results.items():
+        values = []
+        for seed, found in enumerate(runs):
+            lines = (tmp_path / f"{row}-seed{seed}" / "metrics.jsonl").read_text().splitlines()
+            values.append(json.loads(lines[-1])["test_top1"])
+            assert found.accuracy.top1 == pytest.approx(values[-1])
+            assert len(found.layers) == 6
+            assert {layer.has_ce for layer in found.layers} == {row == "BN+CE"}
+        assert f"{min(values):.1%} to {max(values):.1%}" in text
+    page = (tmp_path / "report.html").read_text()
+    assert "BN+CE-seed0" in page
+    # finished runs are read
+    before = (tmp_path / "BN-seed0" / "weights.safetensors").stat().st_mtime_ns
+    assert run_demo(tmp_path, epochs=1, seeds=2) == results
+    assert (tmp_path / "BN-seed0" / "weights.safetensors").stat().st_mtime_ns == before
 
 
 def test_inhibited_ratio():

@@ -200,16 +200,20 @@ def diagnose(
         raise SystemExit(str(error)) from error
 
 
-def demo(epochs: int = 40, seeds: int = 3) -> None:
-    """Train a small VGG with and without CE on digits (CPU, about two minutes) and compare.
+def demo(out: Path = Path("runs/demo"), epochs: int = 40, seeds: int = 3) -> None:
+    """Train a small VGG without and with CE on digits (CPU, three minutes), and write a page.
 
     Args:
+        out: folder of the runs and of report.html.
         epochs: of training, per network.
-        seeds: how many times, each with its own split, initial weights and order of the images.
+        seeds: how many times, each with its own initial weights and order of the images.
     """
     from cenet.demo import run_demo
 
-    run_demo(epochs, seeds)
+    try:
+        run_demo(out, epochs, seeds)
+    except (ValueError, OSError) as error:
+        raise SystemExit(str(error)) from error
 
 
 def recipes() -> None:
