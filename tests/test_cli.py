@@ -5,6 +5,7 @@ import subprocess
 import sys
 import venv
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -90,6 +91,9 @@ def test_wheel_in_an_empty_environment(tmp_path):
         [sys.executable, "-m", "build", "--wheel", "--outdir", tmp_path, ROOT], check=True
     )
     (wheel,) = tmp_path.glob("*.whl")
+    assert {"cenet/report/page.html.jinja", "cenet/report/page.css"} <= set(
+        ZipFile(wheel).namelist()
+    )
     venv.create(tmp_path / "env", with_pip=True)
     python = tmp_path / "env" / "bin" / "python"
     subprocess.run([python, "-m", "pip", "install", "--quiet", wheel], check=True)

@@ -76,7 +76,7 @@ def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
     write_run(root / "plain", 0, ce=False)
     write_run(root / "ce", 1)
-    write_run(root / "ce_again", 2, measured=False)
+    write_run(root / "ce_again", 2, measured=False, epochs=20)  # shorter: cells stay empty
     write_page([root / "plain", root / "ce", root / "ce_again"], root / "page.html")
     return root
 
@@ -161,6 +161,9 @@ def test_headline_compares_the_runs(folder):
     assert facts["inhibited, first six layers"].values[1] == expected
     expected = fmean(layer["correlation"] for layer in source["layers"])
     assert facts["mean correlation"].values[1] == f"{expected:.3g}"
+    asleep = sum(len(layer["asleep"]) for layer in source["layers"])
+    share = asleep / sum(layer["channels"] for layer in source["layers"])
+    assert facts["inhibited, all layers"].values[1] == f"{100 * share:.2f}\u202f%"
     assert facts["mean λ"].values[0] == "–"
     assert facts["layers with CE"].values == ("0", "13", "–")
     assert facts["Gini of importance"].best == {1}
@@ -168,7 +171,7 @@ def test_headline_compares_the_runs(folder):
     means = [fmean(values) for values in curve["top1"]]
     area = sum(0.1 * (a + b) / 2 for a, b in pairwise(means)) / 0.9
     assert facts["ablation area"].values[1] == f"{100 * area:.2f}\u202f%"
-    last = metrics(2)[-1]["test_top1"]
+    last = metrics(2, epochs=20)[-1]["test_top1"]
     assert facts["test top-1"].values[2] == f"{100 * last:.2f}\u202f%"
 
 
@@ -196,10 +199,11 @@ def test_a_run_has_one_colour_throughout(folder):
         r'<g class="run(\d)">(?:(?!</g>).)*</g><text[^>]*class="name">([^<]*)<', text
     )
     assert set(marks) == {("0", "plain"), ("1", "ce"), ("2", "ce_again")}
-    # and in the drawing of λ, which plain does not have, ce is still the second
-    drawing = text[text.index('id="figure-spectrum"') :].split("</svg>")[0]
-    assert 'class="run1"' in drawing
-    assert 'class="run0"' not in drawing
+    # and in the drawings of what plain does not have, ce is still the second
+    for key in ("lambda", "spectrum"):
+        drawing = text[text.index(f'id="figure-{key}"') :].split("</svg>")[0]
+        assert 'class="run1"' in drawing
+        assert 'class="run0"' not in drawing
 
 
 def test_differences_of_recipes_come_first(folder):

@@ -76,8 +76,9 @@ def around(title: str, values: list[float], kind: Kind = "number", *, zero: bool
     low, high = min(values, default=0.0), max(values, default=1.0)
     if zero:
         low, high = min(low, 0.0), max(high, 0.0)
-    if high - low < 1e-12:
-        high = low + (abs(low) or 1.0)
+    largest = max(abs(low), abs(high))
+    if high - low < max(1e-4 * largest, 1e-12):  # numbers at the axis would read the same
+        high += largest if largest > 1e-6 else 1.0
     step = nice_step((high - low) / 5)
     return Axis(
         title, math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step, kind
