@@ -165,7 +165,7 @@ def test_streaming_a_network_and_merging_recorders():
 def test_sharded_over_processes_equals_one():
     torch.manual_seed(0)
     whole = record(Tangled().eval().double(), images(9).double())
-    for found in run_ranks(sharded, 3):  # the third has no images
+    for found in (part for rank in run_ranks(sharded, 2) for part in rank):
         assert list(found) == list(whole.layers)
         for name, layer in whole.layers.items():
             assert (found[name]["images"], found[name]["pixels"]) == (9, layer.pixels)
