@@ -2,6 +2,7 @@
 
 import copy
 import csv
+import io
 import math
 
 import pytest
@@ -144,6 +145,20 @@ def test_a_failing_pass_is_not_told_and_leaves_nothing_behind():
     monitor.close()
     assert not nn.modules.module._global_forward_hooks
     assert not model._forward_hooks
+
+
+def test_copies_are_not_watched():
+    model, looks = Tangled().train(), []
+    monitor = Monitor(model, every=1, to=lambda step, values: looks.append(step))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        twin.train()(images())
+    assert not looks
+    model(images())
+    assert looks == [0]
+    monitor.close()
 
 
 def test_arguments_are_checked():
