@@ -68,6 +68,7 @@ LEVELS = [
             "train.options",
             "train.graphs",
             "train.weights",
+            "train.claims",
             "train.engine",
             "train.run",
             "train.command",

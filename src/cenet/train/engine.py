@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cenet.train.saving as saving
 import cenet.train.snapshot as snapshot
-from cenet.train.data import Split
+from cenet.train.data import Files, Split
 from cenet.train.diagnosis import NonFiniteLoss, first_non_finite
 from cenet.train.evaluation import evaluate
 from cenet.train.graphs import Graphed, problem
@@ -76,7 +76,12 @@ class Trainer:
         self.shard = Shard(
             len(data.train.labels), recipe.batch_size, rank=processes.rank, world=processes.world
         )
-        self.updates_per_epoch = max(1, self.shard.steps // recipe.accumulate)
+        if recipe.accumulate > self.shard.steps:
+            raise ValueError(
+                f"accumulate={recipe.accumulate} is more than the {self.shard.steps} steps of an "
+                "epoch; lower it"
+            )
+        self.updates_per_epoch = self.shard.steps // recipe.accumulate
         self.optimizer = build_optimizer(
             recipe, self.network, images_per_update=per_step * recipe.accumulate
         )
@@ -159,7 +164,7 @@ class Trainer:
         position, recipe = self.position, self.recipe
         self.network.train()
         started = time.perf_counter() - position.seconds
-        micro = min(recipe.accumulate, self.shard.steps)
+        micro = recipe.accumulate
         steps = self.updates_per_epoch * micro
         batches = self.loader.epoch(position.epoch, position.step)
         images: Tensor | None = None
@@ -273,6 +278,8 @@ class Trainer:
         position = self.position
         loss, correct, seen = total(position.sums, self.processes).tolist()
         seconds = position.seconds
+        if isinstance(self.data.test, Files):  # which takes its time, and can fail
+            self.save()
         share_buffers_(self.evaluated, self.processes)
         test = evaluate(
             self.evaluated, self.data.test, self.inputs, self.recipe, self.processes,

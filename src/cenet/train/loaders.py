@@ -4,6 +4,7 @@ What happens to an image in an epoch depends on nothing else either: not on the 
 processes, and not on where a run was interrupted.
 """
 
+import signal
 from collections.abc import Iterator
 from functools import partial
 from hashlib import sha256
@@ -242,11 +243,22 @@ def _file_batches(
         batch_sampler=batches,
         num_workers=workers,
         prefetch_factor=4 if workers else None,
+        worker_init_fn=_leave_signals_to_the_run,
         pin_memory=torch.cuda.is_available(),
         # else it draws from the global one, and a resumed run would go on differently
         generator=torch.Generator().manual_seed(seed),
     )
-    yield from loader
+    try:
+        yield from loader
+    except ValueError as error:  # a worker's comes with its traceback as text
+        reason = str(error).strip().splitlines()[-1].removeprefix("ValueError: ")
+        raise ValueError(reason) from error
+
+
+def _leave_signals_to_the_run(_worker: int) -> None:
+    """A signal to the whole group must not take the workers away before the run has saved."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _placed(

@@ -110,9 +110,11 @@ class Recipe:
         for names, least, most in RANGES:
             for name in names.split():
                 value = getattr(self, name)
-                if not least <= value <= most:  # a NaN is not, either
+                if not (least <= value <= most and value < INFINITY):  # a NaN is not, either
                     limits = f"at least {least}" if most == INFINITY else f"{least} to {most}"
                     problems.append(f"{name}={value!r} must be {limits}")
+        if self.mixup > 0 and self.batch_size % 2:
+            problems.append(f"batch_size={self.batch_size} must be even, because mixup makes pairs")
         if list(self.milestones) != sorted(set(self.milestones)) or min(self.milestones or [1]) < 1:
             problems.append(f"milestones={self.milestones!r} must be epochs in growing order")
         return problems

@@ -1,5 +1,7 @@
 """A recipe from beginning to end, and what can go wrong on the way, in one line each."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -12,6 +14,7 @@ import cenet.train.processes as processes
 import cenet.train.saving as saving
 from cenet.calibration import update_ce_stats
 from cenet.nn import ce_layers
+from cenet.train.claims import claimed
 from cenet.train.data import load, load_test
 from cenet.train.engine import Trainer
 from cenet.train.evaluation import evaluate
@@ -53,13 +56,13 @@ def train(job: Job) -> dict[str, Any]:
     own = processes.start(job.device)
     _set_threads(job)
     try:
-        _check_folder(job.options, own)
-        trainer = Trainer(job.recipe, load(job.recipe, job.data), job.options, own)
-        if job.options.resume == "auto":
-            said = trainer.resume()
-            if said and own.is_first:
-                print(said)
-        return trainer.run()
+        with _folder(job.options, own):
+            trainer = Trainer(job.recipe, load(job.recipe, job.data), job.options, own)
+            if job.options.resume == "auto":
+                said = trainer.resume()
+                if said and own.is_first:
+                    print(said)
+            return trainer.run()
     finally:
         processes.finish()
 
@@ -71,19 +74,31 @@ def _set_threads(job: Job) -> None:
         torch.set_num_threads(1)
 
 
-def _check_folder(options: Options, own: processes.Processes) -> None:
-    out = options.out
+@contextmanager
+def _folder(options: Options, own: processes.Processes) -> Iterator[None]:
+    """The folder of the run, for this run alone; ValueError in all processes if it is not."""
     problem = None
+    with ExitStack() as claim:
+        if own.is_first:  # which writes
+            try:
+                _check_folder(options)
+                claim.enter_context(claimed(options.out))
+            except (ValueError, OSError) as error:
+                problem = str(error)
+        problem = processes.gathered(problem, own)[0]
+        if problem is not None:
+            raise ValueError(problem)
+        yield
+
+
+def _check_folder(options: Options) -> None:
+    out = options.out
     if out.exists() and not out.is_dir():
-        problem = f"--out {out} is a file; it must be a folder"
-    elif options.resume == "never" and saving.checkpoints(out):
-        problem = (
+        raise ValueError(f"--out {out} is a file; it must be a folder")
+    if options.resume == "never" and saving.checkpoints(out):
+        raise ValueError(
             f"{out} holds a run already; go on with it by --resume auto, or choose another --out"
         )
-    # the first process, which writes, decides for all
-    problem = processes.gathered(problem, own)[0]
-    if problem is not None:
-        raise ValueError(problem)
 
 
 def evaluate_run(
