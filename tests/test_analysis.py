@@ -12,20 +12,12 @@ import cenet.analysis.watching as watching
 import cenet.models  # registers its networks with timm
 from _distributed import run as run_ranks
 from _planted import Planted, Tangled, images
+from _shards import record, sharded
 from cenet.analysis import Recorder
 from cenet.analysis.channels import channel_correlation, inhibited_ratio
 from cenet.analysis.statistics import LayerStatistics
 
 TOLERANCE = 1e-6
-
-
-def record(model, *batches):
-    recorder = Recorder(model)
-    with torch.no_grad():
-        for batch in batches:
-            with recorder:
-                model(batch)
-    return recorder
 
 
 def relative(actual, expected):
@@ -170,19 +162,10 @@ def test_streaming_a_network_and_merging_recorders():
                 assert relative(actual, getattr(layer, field)) < TOLERANCE, (name, field)
 
 
-def sharded(rank):
-    torch.manual_seed(0)
-    model, x = Tangled().eval().double(), images(9).double()
-    shards = [x[:6], x[6:], x[:0]]
-    recorder = record(model, *shards[rank].split(4))
-    recorder.sum_over_processes_()
-    return {name: vars(layer) for name, layer in recorder.layers.items()}
-
-
 def test_sharded_over_processes_equals_one():
     torch.manual_seed(0)
     whole = record(Tangled().eval().double(), images(9).double())
-    for found in run_ranks(sharded, 3):  # the third has no images
+    for found in (part for rank in run_ranks(sharded, 2) for part in rank):
         assert list(found) == list(whole.layers)
         for name, layer in whole.layers.items():
             assert (found[name]["images"], found[name]["pixels"]) == (9, layer.pixels)

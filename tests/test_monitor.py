@@ -2,51 +2,24 @@
 
 import copy
 import csv
+import io
 import math
 
 import pytest
 import timm
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 
 import cenet
 from _distributed import run as run_ranks
 from _planted import Planted, Tangled, images
+from _shards import equilibrated, train, under_ddp
 from cenet.analysis import Monitor, inhibited_ratio
 from cenet.analysis.monitor import POSITIONS
 
 
-def train(model, steps=5, every=None, to=None, call=None):
-    """Losses of a few steps; dropout makes them depend on the random numbers."""
-    torch.manual_seed(0)
-    call = model if call is None else call
-    monitor = None if every is None else Monitor(call, every=every, to=to)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses = []
-    for step in range(steps):
-        x, y = images(6, 8, seed=step), torch.arange(6) % 4
-        loss = cross_entropy(nn.functional.dropout(call(x), 0.2), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    if monitor is not None:
-        monitor.close()
-    return losses
-
-
-def network(seed=0):
-    torch.manual_seed(seed)
-    model = Tangled()
-    cenet.insert_ce_(model)
-    model.gate.append(nn.Dropout(0.1))
-    return model.train()
-
-
 def test_training_is_the_same_to_the_last_bit():
-    model = network()
+    model = equilibrated()
     twin = copy.deepcopy(model)
     looks = []
     losses = train(model, every=2, to=lambda step, values: looks.append((step, values)))
@@ -96,20 +69,18 @@ def test_large_maps_are_sampled_evenly():
     assert looks[0]["1"]["correlation"] == pytest.approx(expected, abs=0.02)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_networks_train_as_without(backend):
+def test_a_compiled_network_trains_as_without():
     torch._dynamo.reset()
-    model = network()
+    model = equilibrated()
     twin = copy.deepcopy(model)
     looks = []
     losses = train(
         model, every=2, to=lambda step, values: looks.append(values),
-        call=torch.compile(model, backend=backend),
+        call=torch.compile(model, backend="aot_eager"),
     )  # fmt: skip
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     torch._dynamo.reset()
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert losses == train(twin, call=torch.compile(twin, backend=backend))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, graphs
+    assert losses == train(twin, call=torch.compile(twin, backend="aot_eager"))
     for one, other in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
         assert torch.equal(one, other)
     assert len(looks) == 3
@@ -123,16 +94,6 @@ def test_a_module_compiled_in_place_is_refused():
         Monitor(model, to=print)
 
 
-def under_ddp(rank):
-    torch.manual_seed(0)
-    results = []
-    for every in (None, 2):
-        looks: dict = {}
-        losses = train(DistributedDataParallel(network()), every=every, to=looks.__setitem__)
-        results.append((losses, looks))
-    return results
-
-
 def test_under_ddp_every_rank_looks_at_its_own():
     for (plain, _), (watched, looks) in run_ranks(under_ddp, 2):
         assert watched == plain
@@ -143,7 +104,7 @@ def test_under_ddp_every_rank_looks_at_its_own():
 def test_rows_of_csv(tmp_path):
     path = tmp_path / "logs" / "channels.csv"
     for _ in range(2):  # a second monitor goes on where the first stopped
-        train(network(), every=4, to=path)
+        train(equilibrated(), every=4, to=path)
     with path.open() as file:
         rows = list(csv.DictReader(file))
     assert [row["step"] for row in rows[::5]] == ["0", "4", "0", "4"]
@@ -155,7 +116,7 @@ def test_rows_of_csv(tmp_path):
 def test_tensorboard(tmp_path):
     tensorboard = pytest.importorskip("torch.utils.tensorboard")
     with tensorboard.SummaryWriter(str(tmp_path)) as writer:
-        train(network(), every=4, to=writer)
+        train(equilibrated(), every=4, to=writer)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path)).Reload()
@@ -184,6 +145,20 @@ def test_a_failing_pass_is_not_told_and_leaves_nothing_behind():
     monitor.close()
     assert not nn.modules.module._global_forward_hooks
     assert not model._forward_hooks
+
+
+def test_copies_are_not_watched():
+    model, looks = Tangled().train(), []
+    monitor = Monitor(model, every=1, to=lambda step, values: looks.append(step))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        twin.train()(images())
+    assert not looks
+    model(images())
+    assert looks == [0]
+    monitor.close()
 
 
 def test_arguments_are_checked():

@@ -177,7 +177,7 @@ def find_layer(model: nn.Module, sites: dict[str, Site], wanted: str | None) -> 
             return names[min(2, len(names) - 1)]
         return next((name for name in names if sites[name].norms), names[0])
     for name, site in sites.items():
-        if wanted in (name, *site.norms[:1]):
+        if wanted in (name, *site.norms):
             return name
     raise ValueError(f"layer {wanted!r} is not one of the layers seen: {', '.join(names)}")
 

@@ -31,7 +31,8 @@ class Monitor:
     A network compiled by torch.compile cannot be watched inside; its original runs once more on the
     same batch, without gradients, and running statistics and random numbers stay as they are.
 
-    Under DDP every process that makes a monitor measures its own batch, without communication.
+    Under DDP every process that makes a monitor measures its own batch, without communication. A
+    copy of the model (an average of its weights, say) is not watched.
 
     Args:
         model: what the training loop calls: a network, DDP around it, or torch.compile's.
@@ -63,8 +64,8 @@ class Monitor:
         self._tell = _receiver(to)
         self._look: _Look | None = None
         self._handles = [
-            model.register_forward_pre_hook(self._before, with_kwargs=True),
-            model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
+            model.register_forward_pre_hook(_Hook(self._before), with_kwargs=True),
+            model.register_forward_hook(_Hook(self._after), with_kwargs=True, always_call=True),
         ]
 
     def close(self) -> None:
@@ -85,13 +86,31 @@ class Monitor:
         look, self._look = self._look, None
         if look is None:
             return
+        if not self._compiled:
+            look.__exit__(None, None, None)
+        if output is None:  # the pass has failed
+            return
         if self._compiled:
             with look:
                 _run_apart(self._network, args, kwargs)
-        else:
-            look.__exit__(None, None, None)
-        if output is not None:  # None: the pass has failed
-            self._tell(self.step - 1, look.values())
+        self._tell(self.step - 1, look.values())
+
+
+class _Hook:
+    """A hook that does nothing in a copy of the model, or in one read from a file."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self.call = call
+
+    def __call__(self, *args: Any) -> None:
+        self.call(*args)
+
+    def __reduce__(self) -> Any:
+        return _Hook, (_ignore,)
+
+
+def _ignore(*_: Any) -> None:
+    """What is left of a monitor."""
 
 
 class _Look(ActivationWatch):

@@ -93,7 +93,8 @@ def _of_run(run: Path) -> Examinee:
         def fitted(image: Any) -> Tensor:
             # images of the right size were trained on as they are
             whole = recipe.augment != "imagenet" and image.size == (size, size)
-            found: Tensor = (plain if whole else resize)(image)
+            grey = image.convert("L") if inputs.channels == 1 else image
+            found: Tensor = (plain if whole else resize)(grey)
             return found
 
         return _normalized(fitted, inputs)
