@@ -69,8 +69,11 @@ def _job(out: Path, row: str, seed: int, epochs: int) -> Job:
 
 
 def _is_done(job: Job) -> bool:
-    """Whether train would have nothing to do; it refuses another recipe."""
-    return (job.options.out / FILE).is_file() and bool(train(job))
+    """Whether there is nothing to train; ValueError if the folder is of another recipe."""
+    if not (job.options.out / FILE).is_file():
+        return False
+    with contextlib.redirect_stdout(io.StringIO()):
+        return bool(train(job))
 
 
 def _train(jobs: Sequence[Job], epochs: int) -> None:
