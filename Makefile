@@ -12,7 +12,7 @@ $(READY): pyproject.toml
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	touch $@
 
-demo: $(READY)  ## train with and without CE on digits and compare (CPU, about two minutes)
+demo: $(READY)  ## train without and with CE on digits, compare, write a page (CPU, about three minutes)
 	$(BIN)/cenet demo
 
 test: $(READY)  ## the tests CI runs, ten minutes on two cores
