@@ -74,7 +74,7 @@ def sentences(diagnosis: Diagnosis) -> list[str]:
     held = sum(layer.has_ce for layer in found.layers)
     lines.append(
         (f"CE is in {held} of {len(found.layers)} layers. " if held else "")
-        + f"insert_ce_ would put it behind {len(found.sites) or 'no'} norms by default."
+        + f"insert_ce_ would put CE behind {len(found.sites) or 'no'} norms by default."
     )
     if found.data.skipped:
         first = found.data.skipped[0]
