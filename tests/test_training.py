@@ -20,8 +20,9 @@ from cenet.models import create_model
 from cenet.train import RECIPES, saving
 from cenet.train.data import Split, digits, image_folders
 from cenet.train.diagnosis import NonFiniteLoss, first_non_finite
-from cenet.train.engine import Interrupted, Trainer
+from cenet.train.engine import Trainer
 from cenet.train.logbook import TIMES, read_metrics
+from cenet.train.loop import Interrupted
 from cenet.train.options import Options
 from cenet.train.processes import Processes
 from cenet.train.run import Job, evaluate_run, train

@@ -6,8 +6,8 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
-class Options:
-    """Where and how a recipe runs; none of it moves a number by more than rounding.
+class RunOptions:
+    """Where and how any recipe runs; none of it moves a number by more than rounding.
 
     Attributes:
         out: folder of the run.
@@ -15,9 +15,6 @@ class Options:
             folder that has one.
         workers: processes that decode image files.
         channels_last: memory layout of images and weights.
-        compile: torch.compile the network.
-        cuda_graphs: replay whole steps as CUDA graphs, which takes the host out of the way; for one
-            GPU.
         checkpoint_every: updates between checkpoints; 0 writes one after each epoch only.
         log_every: updates between looks at the loss.
         threads: of a CPU; by default torch's own number, or 1 for images of fewer than 32 pixels,
@@ -28,8 +25,6 @@ class Options:
     resume: Literal["auto", "never"] = "never"
     workers: int = 2
     channels_last: bool = False
-    compile: bool = False
-    cuda_graphs: bool = False
     checkpoint_every: int = 0
     log_every: int = 50
     threads: int | None = None
@@ -42,3 +37,17 @@ class Options:
                 raise ValueError(f"{name}={value} must be at least {least}")
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads={self.threads} must be at least 1")
+
+
+@dataclass(frozen=True)
+class Options(RunOptions):
+    """Where and how a classifier is trained.
+
+    Attributes:
+        compile: torch.compile the network.
+        cuda_graphs: replay whole steps as CUDA graphs, which takes the host out of the way; for one
+            GPU.
+    """
+
+    compile: bool = False
+    cuda_graphs: bool = False
