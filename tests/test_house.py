@@ -77,6 +77,12 @@ LEVELS = [
         ),
         "train",
     ),
+    (
+        *("detection.settings", "detection.networks", "detection.recipes", "detection.shapes"),
+        *("detection.annotations", "detection.data", "detection.loaders", "detection.evaluation"),
+        *("detection.engine", "detection.page", "detection.run", "detection.command"),
+        "detection",
+    ),
     ("cli", "__main__"),
 ]
 ORDER = {name: index for index, name in enumerate(name for level in LEVELS for name in level)}

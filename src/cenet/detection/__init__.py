@@ -1,0 +1,21 @@
+"""Object detection and instance segmentation: torchvision's R-CNNs on ResNets with CE."""
+
+from cenet.detection.networks import (
+    ce_fpn_backbone,
+    detector,
+    fasterrcnn_ceresnet50_fpn,
+    fasterrcnn_ceresnet101_fpn,
+    maskrcnn_ceresnet50_fpn,
+    maskrcnn_ceresnet101_fpn,
+)
+from cenet.detection.settings import apply_setting_
+
+__all__ = [
+    "apply_setting_",
+    "ce_fpn_backbone",
+    "detector",
+    "fasterrcnn_ceresnet50_fpn",
+    "fasterrcnn_ceresnet101_fpn",
+    "maskrcnn_ceresnet50_fpn",
+    "maskrcnn_ceresnet101_fpn",
+]
