@@ -78,7 +78,8 @@ LEVELS = [
         "train",
     ),
     (
-        *("detection.settings", "detection.networks", "detection.recipes", "detection.shapes"),
+        *("detection.settings", "detection.networks", "detection.deploy", "detection.recipes"),
+        "detection.shapes",
         *("detection.annotations", "detection.data", "detection.loaders", "detection.evaluation"),
         *("detection.engine", "detection.page", "detection.run", "detection.command"),
         "detection",

@@ -1,5 +1,6 @@
 """Object detection and instance segmentation: torchvision's R-CNNs on ResNets with CE."""
 
+from cenet.detection.deploy import export_backbone, fold_detector
 from cenet.detection.networks import (
     ce_fpn_backbone,
     detector,
@@ -14,8 +15,10 @@ __all__ = [
     "apply_setting_",
     "ce_fpn_backbone",
     "detector",
+    "export_backbone",
     "fasterrcnn_ceresnet50_fpn",
     "fasterrcnn_ceresnet101_fpn",
+    "fold_detector",
     "maskrcnn_ceresnet50_fpn",
     "maskrcnn_ceresnet101_fpn",
 ]

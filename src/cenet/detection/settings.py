@@ -1,6 +1,6 @@
 """What of norms and CE a detector trains: the two settings of Section 4.3, and everything."""
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +8,7 @@ from torchvision.ops import FrozenBatchNorm2d
 
 from cenet import functional as F
 from cenet.nn import NormCE2d, ce_layers, convert_sync_ce
-from cenet.nn.norms import affine, ranks_of, synchronizes
+from cenet.nn.norms import BATCH_NORMS, affine, ranks_of, synchronizes
 from cenet.nn.ranks import gather
 from cenet.nn.statistics import Layout, merge, message
 
@@ -49,7 +49,7 @@ def apply_setting_(body: nn.Module, setting: Setting, trainable_layers: int = 3)
     # statistics of a norm that CE follows travel with those of CE
     joined = {module.norm for module in body.modules() if isinstance(module, NormCE2d)}
     for name, norm in list(body.named_modules()):
-        if isinstance(norm, nn.BatchNorm2d):
+        if isinstance(norm, BATCH_NORMS):
             if is_fixed(name):
                 body.set_submodule(name, _frozen(norm))
             elif norm not in joined:
@@ -79,18 +79,18 @@ class SyncBatchNorm2d(nn.SyncBatchNorm):
 
 
 @torch.no_grad()
-def _frozen(norm: nn.BatchNorm2d) -> nn.Module:
+def _frozen(norm: Any) -> nn.Module:
     frozen: nn.Module = FrozenBatchNorm2d(norm.num_features, eps=norm.eps)
     return _filled(frozen, norm)
 
 
 @torch.no_grad()
-def _synchronized(norm: nn.BatchNorm2d) -> nn.Module:
+def _synchronized(norm: Any) -> nn.Module:
     same = SyncBatchNorm2d(norm.num_features, norm.eps, norm.momentum)
     return _filled(same, norm)
 
 
-def _filled(new: nn.Module, norm: nn.BatchNorm2d) -> nn.Module:
+def _filled(new: nn.Module, norm: nn.Module) -> nn.Module:
     state = norm.state_dict()
     for name, value in new.state_dict().items():
         value.copy_(state[name])
