@@ -144,7 +144,8 @@ def test_detectors_are_torchvisions():
     assert sum(isinstance(m, NormCE2d) for m in mask.modules()) == 14
     assert sum(layer.frozen for _, layer in ce_layers(mask)) == 4  # stem and first stage
     assert mask.roi_heads.box_predictor.cls_score.out_features == 5
-    assert mask.roi_heads.mask_head is not None
+    for pool in (mask.roi_heads.box_roi_pool, mask.roi_heads.mask_roi_pool):
+        assert pool.scales == [1 / 4, 1 / 8, 1 / 16, 1 / 32]
     assert all(layer.frozen for _, layer in ce_layers(box))
     assert not any(isinstance(m, nn.BatchNorm2d) for m in box.modules())
     assert sum(isinstance(m, NormCE2d) for m in deep.modules()) == 8

@@ -2,6 +2,7 @@
 
 import io
 from contextlib import redirect_stdout
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy
@@ -112,7 +113,7 @@ def _evaluator() -> tuple[Any, Any]:
     try:
         from faster_coco_eval import COCO, COCOeval_faster
 
-        return COCO, COCOeval_faster
+        return COCO, partial(COCOeval_faster, print_function=print)
     except ImportError:
         pass
     try:

@@ -22,8 +22,10 @@ Sample = tuple[Tensor, Target]
 
 def scaled_size(height: int, width: int, least: int, most: int) -> tuple[int, int]:
     """Height and width whose shorter side is `least`, if that leaves the longer at `most`."""
-    scale = min(least / min(height, width), most / max(height, width))
-    return int(height * scale), int(width * scale)
+    short, long = min(height, width), max(height, width)
+    # in integers: rounding could make the shorter side one pixel less
+    new, old = (least, short) if least * long <= most * short else (most, long)
+    return height * new // old, width * new // old
 
 
 def sample(scenes: Scenes, index: int, size: tuple[int, int], *, flip: bool, masks: bool) -> Sample:

@@ -3,12 +3,14 @@
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torchvision.models.detection import FasterRCNN, MaskRCNN
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.backbone_utils import BackboneWithFPN
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
+from torchvision.ops import MultiScaleRoIAlign
 
 from cenet.checkpoints import read_state
 from cenet.detection.settings import Setting, apply_setting_
@@ -131,10 +133,26 @@ def detector(
         out_channels=64 if small else 256,
         **(backbone_args or {}),
     )
-    if not small:
-        return make(pyramid, num_classes, **kwargs)
-    heads = _small_heads(kind, pyramid.out_channels, num_classes)
-    return make(pyramid, **{**SMALL, **heads, **kwargs})
+    if small:
+        heads = _small_heads(kind, pyramid.out_channels, num_classes)
+        model = make(pyramid, **{**SMALL, **heads, **kwargs})
+    else:
+        model = make(pyramid, num_classes, **kwargs)
+    for module in model.modules():
+        if isinstance(module, MultiScaleRoIAlign):
+            _set_scales(module)
+    return model
+
+
+def _set_scales(pool: MultiScaleRoIAlign) -> None:
+    """Let a pool know the strides of the pyramid: 4, 8, 16 and 32.
+
+    It would guess them from the first images it sees and keep the guess, so that a resumed run of
+    small images could go on with another.
+    """
+    with torch.device("cpu"):
+        features = {str(level): torch.zeros(1, 1, 256 >> level, 256 >> level) for level in range(4)}
+        pool(features, [torch.zeros(0, 4)], [(1024, 1024)])
 
 
 def _small_heads(kind: Detector, channels: int, num_classes: int) -> dict[str, Any]:
