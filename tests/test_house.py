@@ -68,6 +68,7 @@ LEVELS = [
             "train.logbook",
             "train.options",
             "train.weights",
+            "train.claims",
             "train.loop",
             "train.graphs",
             "train.engine",

@@ -2,13 +2,23 @@
 
 from dataclasses import replace
 
+import numpy
 import pytest
 import torch
 from PIL import Image
 from torch import nn
 
+from cenet.models import create_model
 from cenet.train import RECIPES, Recipe, find_recipe
-from cenet.train.data import Files, Resident, corrupt, digits, image_folders, load
+from cenet.train.data import (
+    Files,
+    Resident,
+    corrupt,
+    digits,
+    image_folders,
+    load,
+    read_image,
+)
 from cenet.train.inputs import inputs_of
 from cenet.train.loaders import (
     FilesLoader,
@@ -104,6 +114,13 @@ def test_all_is_decayed_but_lambda_and_alpha():
     assert all(p.dim() > 1 for p in bare.param_groups[0]["params"])
 
 
+def test_alpha_is_not_decayed():
+    model = create_model("vgg6", "ce", start="identity", in_chans=1)
+    _, spared = build_optimizer(RECIPES["digits_ce"], model, images_per_update=64).param_groups
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert {names[id(p)].rpartition(".")[2] for p in spared["params"]} == {"mix_logit", "blend"}
+
+
 def test_loss_of_label_smoothing():
     logits, labels = torch.randn(5, 7), torch.randint(7, (5,))
     smooth = build_loss(replace(RECIPES["digits_ce"], label_smoothing=0.1))(logits, labels)
@@ -123,6 +140,15 @@ def test_label_corruption_is_exact_fixed_and_only_of_training(share):
     if 0 < share < 1:
         other = corrupt(clean.train.labels, share, 10, seed=4)
         assert not torch.equal(other, found.train.labels)
+
+
+def test_label_corruption_is_even():
+    """Over places, and over the other classes."""
+    labels = torch.arange(9000) % 10
+    wrong = corrupt(labels, 0.5, 10, seed=0)
+    moves = (wrong - labels) % 10
+    assert (moves[:4500] > 0).sum() == pytest.approx(2250, abs=150)  # five deviations
+    assert moves.bincount(minlength=10)[1:].tolist() == pytest.approx([500] * 9, abs=105)
 
 
 def test_processes_share_every_step_and_epochs_differ():
@@ -184,8 +210,12 @@ def test_crops_and_flips_on_the_device():
             ]
             assert matches
             kinds.add(matches[0])
-    assert {flip for *_, flip in kinds} == {False, True}
-    assert len({corner for corner, *_ in kinds}) > 4
+    tops, lefts, flips = (set(values) for values in zip(*kinds, strict=True))
+    assert flips == {False, True}
+    assert len(tops) > 4
+    assert len(lefts) > 4
+    assert len(kinds) > 20  # of 40 images: each has its own
+    assert not torch.equal(loader._moves(0), loader._moves(1))
 
 
 def batches_equal(first, second):
@@ -247,6 +277,56 @@ def test_files_do_not_depend_on_workers_or_on_where_an_epoch_begins(folder, augm
         assert shown.isdisjoint(round(float(images.sum()), 3) for images, _ in loader(0).epoch(2))
 
 
+def gradient(path, size):
+    """An image that grows from left to right and from top to bottom, in a file."""
+    ramp = torch.arange(size, dtype=torch.uint8)
+    image = torch.stack([ramp.expand(size, size), ramp[:, None].expand(size, size)])
+    image = torch.cat([image, image[:1] + image[1:]])
+    Image.fromarray(image.permute(1, 2, 0).contiguous().numpy()).save(path)
+    return image
+
+
+def raw(images):
+    """Pixels before ImageNet's normalization."""
+    mean = torch.tensor([0.485, 0.456, 0.406])[:, None, None]
+    std = torch.tensor([0.229, 0.224, 0.225])[:, None, None]
+    return ((images * std + mean) * 255).round().to(torch.uint8)
+
+
+@pytest.mark.parametrize("augment", ["imagenet", "crop_flip", "none"])
+def test_what_happens_to_an_image_file(tmp_path, augment):
+    """One file, 32 times: every copy and every epoch has its own chance."""
+    image = gradient(tmp_path / "x.png", 32)
+    files = Files([tmp_path / "x.png"] * 32, torch.zeros(32, dtype=torch.long), ("a",))
+    loader = FilesLoader(
+        files, inputs_of(files), Shard(32, 32), augment=augment, size=32, seed=0, device=CPU,
+        channels_last=False, workers=0,
+    )  # fmt: skip
+    first, second = (raw(next(loader.epoch(epoch))[0]) for epoch in range(2))
+    kinds = [{copy.numpy().tobytes() for copy in epoch} for epoch in (first, second)]
+    if augment == "none":
+        assert torch.equal(first, image.expand_as(first))
+        return
+    assert len(kinds[0]) > 16
+    assert len(kinds[0] & kinds[1]) < 8
+    turned = {bool(copy[0, 16, 8] > copy[0, 16, 24]) for copy in first}
+    assert turned == {False, True}
+    if augment == "crop_flip":
+        padded = nn.functional.pad(image, (4, 4, 4, 4))
+        crops = [padded[:, i : i + 32, j : j + 32] for i in range(9) for j in range(9)]
+        crops = {crop.numpy().tobytes() for c in crops for crop in (c.contiguous(), c.flip(2))}
+        assert kinds[0] <= crops
+
+
+def test_test_images_are_cropped_in_their_middle(tmp_path):
+    image = gradient(tmp_path / "x.png", 32)
+    files = Files([tmp_path / "x.png"], torch.zeros(1, dtype=torch.long), ("a",))
+    ((found, _),) = evaluation_batches(
+        files, inputs_of(files), size=28, batch=1, device=CPU, channels_last=False
+    )
+    assert torch.equal(raw(found)[0], image[:, 2:30, 2:30])
+
+
 def test_test_images_are_seen_once_over_all_processes(folder):
     split = image_folders(folder, 32, resident=True)
     for data in (split.test, resident(23)):
@@ -290,3 +370,35 @@ def test_folders_in_memory_and_what_is_wrong_with_them(tmp_path):
         load(recipe, tmp_path / "nowhere")
     with pytest.raises(ValueError, match="the digits are embedded"):
         load(RECIPES["digits_ce"], tmp_path)
+
+
+def test_images_of_sixteen_bits_keep_their_shades(tmp_path):
+    values = torch.arange(256, dtype=torch.int32).reshape(16, 16) * 257
+    Image.fromarray(values.to(torch.uint16).numpy()).save(tmp_path / "x.png")
+    image = read_image(tmp_path / "x.png")
+    assert image.mode == "RGB"
+    assert numpy.asarray(image)[..., 0].flatten().tolist() == list(range(256))
+    Image.fromarray(values.float().numpy()).save(tmp_path / "x.tif")
+    with pytest.raises(ValueError, match=r"x.tif .* floating-point numbers; save it with 8 or 16"):
+        read_image(tmp_path / "x.tif")
+
+
+def test_one_class_is_nothing_to_learn(tmp_path):
+    for part in ("train", "test"):
+        (tmp_path / part / "cat").mkdir(parents=True)
+        Image.new("RGB", (32, 32)).save(tmp_path / part / "cat" / "1.png")
+    with pytest.raises(ValueError, match="has one class, 'cat'; there is nothing to learn"):
+        load(RECIPES["vgg16_ce"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lr": float("inf")}, "lr=inf must be"),
+        ({"warmup_epochs": float("inf")}, "warmup_epochs=inf must be"),
+        ({"mixup": 0.2, "batch_size": 63}, "batch_size=63 must be even, because mixup"),
+    ],
+)
+def test_numbers_that_would_fail_later(changes, message):
+    with pytest.raises(ValueError, match=message):
+        replace(RECIPES["digits_ce"], **changes)

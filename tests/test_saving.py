@@ -4,6 +4,7 @@ import errno
 import os
 import random
 import signal
+import stat
 import time
 
 import pytest
@@ -124,6 +125,24 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch, call):
     monkeypatch.undo()
     assert same(saving.read(path), content())
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_the_file_and_its_name_reach_the_disk_in_order(tmp_path, monkeypatch):
+    calls = []
+    sync, replace = os.fsync, os.replace
+
+    def noted_sync(file):
+        calls.append("folder" if stat.S_ISDIR(os.fstat(file).st_mode) else "file")
+        sync(file)
+
+    def noted_replace(*names):
+        calls.append("rename")
+        replace(*names)
+
+    monkeypatch.setattr(os, "fsync", noted_sync)
+    monkeypatch.setattr(os, "replace", noted_replace)
+    saving.write(saving.checkpoint_path(tmp_path, 1), *content())
+    assert calls == ["file", "rename", "folder"]
 
 
 def test_a_hundred_kills_while_saving_leave_a_whole_checkpoint(tmp_path):

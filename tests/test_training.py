@@ -1,6 +1,9 @@
 """The engine: interrupted and resumed runs equal uninterrupted ones, and bad ends are clear."""
 
+import copy
+import errno
 import json
+import math
 import os
 import random
 import shutil
@@ -10,17 +13,23 @@ import sys
 import time
 from dataclasses import replace
 
+import numpy
 import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from torch import nn
 
+import cenet.train.engine as engine_module
+import cenet.train.loop as loop_module
 from cenet.cli import main
 from cenet.models import create_model
-from cenet.train import RECIPES, saving
+from cenet.nn import ce_layers
+from cenet.train import RECIPES, saving, snapshot
 from cenet.train.data import Split, digits, image_folders
 from cenet.train.diagnosis import NonFiniteLoss, first_non_finite
 from cenet.train.engine import Trainer
+from cenet.train.loaders import epoch_order, seed_of
 from cenet.train.logbook import TIMES, read_metrics
 from cenet.train.loop import Interrupted
 from cenet.train.options import Options
@@ -89,14 +98,14 @@ def assert_same_run(one, other):
     assert (one / WEIGHTS).read_bytes() == (other / WEIGHTS).read_bytes()
 
 
-def stop_at(engine, update):
+def stop_at(engine, update, number=signal.SIGTERM):
     """Have the run interrupted after so many updates."""
     real = engine._update
 
     def counted():
         real()
         if engine.position.updates == update:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
 
     engine._update = counted
 
@@ -106,6 +115,8 @@ VARIATIONS = {
     "ema, mixup, clipping": {"ema": 0.9, "mixup": 0.2, "clip_grad": 1.0, "label_smoothing": 0.1},
     "accumulation": {"accumulate": 2, "augment": "crop_flip"},
     "bfloat16": {"precision": "bfloat16", "schedule": "step", "milestones": (1,)},
+    # the scale of the loss is too large at first, and falls
+    "float16": {"precision": "float16", "clip_grad": 0.5},
 }
 
 
@@ -127,6 +138,128 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(name, tmp_path):
         assert "resuming from step-" in second.resume()
         second.run()
         assert_same_run(tmp_path / "whole", out)
+
+
+BY_HAND = {
+    **{name: fields for name, fields in VARIATIONS.items() if name != "accumulation"},
+    "accumulation": {"accumulate": 2, "momentum": 0.5},
+    "ema": {"ema": 0.7, "decay_norms": False},
+    "smoothing": {"label_smoothing": 0.2, "lr_batch": 32, "schedule": "poly", "power": 2.0},
+    "mixup": {"mixup": 0.4, "seed": 1},
+}
+
+
+def targets_by_hand(recipe, labels):
+    """Class probabilities: smoothed."""
+    hot = nn.functional.one_hot(labels, 10).float()
+    return hot * (1 - recipe.label_smoothing) + recipe.label_smoothing / 10
+
+
+def rate_by_hand(recipe, update, per_epoch):
+    peak = recipe.lr * recipe.batch_size * recipe.accumulate / recipe.lr_batch
+    done = update / (recipe.epochs * per_epoch)
+    warmup = round(recipe.warmup_epochs * per_epoch)
+    if update < warmup:
+        return peak * update / warmup
+    return (
+        peak
+        * {
+            "cosine": (1 + math.cos(math.pi * done)) / 2,
+            "poly": (1 - done) ** recipe.power,
+            "step": recipe.gamma ** sum(update >= m * per_epoch for m in recipe.milestones),
+        }[recipe.schedule]
+    )
+
+
+def by_hand(recipe, data):
+    """The weights and the rows of metrics of a recipe, written out."""
+    pixels = data.train.images.double()
+    mean, std = pixels.mean(), pixels.std(correction=0)
+    x, test_x = (((part.images - mean) / std).float() for part in data)
+    snapshot.seed_everything(seed_of("weights", recipe.seed))
+    network = create_model("vgg6", "ce", num_classes=10, in_chans=1)
+    snapshot.seed_everything(seed_of("chance", recipe.seed, 0))
+    groups = {True: [], False: []}
+    for name, parameter in network.named_parameters():
+        free = name.endswith("mix_logit") or (parameter.dim() < 2 and not recipe.decay_norms)
+        groups[free].append(parameter)
+    sgd = torch.optim.SGD(
+        [{"params": groups[False], "weight_decay": recipe.weight_decay}, {"params": groups[True]}],
+        momentum=recipe.momentum,
+    )
+    dtype = {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(recipe.precision)
+    scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
+    average, rows, updates = None, [], 0
+    per_epoch = len(x) // recipe.batch_size // recipe.accumulate
+    for epoch in range(recipe.epochs):
+        network.train()
+        order = epoch_order(len(x), recipe.seed, epoch)
+        loss_sum = correct = seen = 0
+        for update in range(per_epoch):
+            first = update * recipe.accumulate
+            for step in range(first, first + recipe.accumulate):
+                chosen = order[step * recipe.batch_size : (step + 1) * recipe.batch_size]
+                images, wanted = x[chosen], targets_by_hand(recipe, data.train.labels[chosen])
+                if recipe.mixup:
+                    numpy.random.rand()  # noqa: NPY002, timm's chance of not mixing
+                    share = numpy.random.beta(recipe.mixup, recipe.mixup)  # noqa: NPY002
+                    images = share * images + (1 - share) * images.flip(0)
+                    wanted = share * wanted + (1 - share) * wanted.flip(0)
+                with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+                    logits = network(images)
+                loss = -(wanted * logits.float().log_softmax(1)).sum(1).mean()
+                scaler.scale(loss / recipe.accumulate).backward()
+                loss_sum += loss.item() * len(chosen)
+                correct += (logits.argmax(1) == data.train.labels[chosen]).sum().item()
+                seen += len(chosen)
+            for group in sgd.param_groups:
+                group["lr"] = rate_by_hand(recipe, updates, per_epoch)
+            if recipe.clip_grad:
+                scaler.unscale_(sgd)
+                nn.utils.clip_grad_norm_(network.parameters(), recipe.clip_grad)
+            scaler.step(sgd)
+            scaler.update()
+            sgd.zero_grad()
+            updates += 1
+            if average is None:
+                average = copy.deepcopy(network)
+            states = (module.state_dict().values() for module in (average, network))
+            for own, new in zip(*states, strict=True):
+                decay = recipe.ema if own.is_floating_point() else 0
+                own.copy_(decay * own + (1 - decay) * new)
+        average.eval()
+        with torch.no_grad():
+            logits = average(test_x)
+        places = (logits > logits.gather(1, data.test.labels[:, None])).sum(1)
+        rows.append({
+            "epoch": epoch + 1,
+            "updates": updates,
+            "lr": sgd.param_groups[0]["lr"],
+            "train_loss": loss_sum / seen,
+            "train_top1": correct / seen,
+            "test_loss": nn.functional.cross_entropy(logits, data.test.labels).item(),
+            "test_top1": (places < 1).double().mean().item(),
+            "test_top5": (places < 5).double().mean().item(),
+        })  # fmt: skip
+    return average.state_dict(), rows
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_a_run_is_what_its_recipe_says(name, tmp_path):
+    """Schedule, accumulation, clipping, smoothing, mixup, averaging and metrics, against a loop
+    that has none of the engine's code."""
+    recipe = replace(TINY, **BY_HAND[name])
+    weights, rows = by_hand(recipe, few_digits())
+    trainer(recipe, tmp_path, few_digits()).run()
+    for found, expected in zip(metrics(tmp_path), rows, strict=True):
+        assert found == pytest.approx(expected, rel=1e-4)
+    final = load_file(tmp_path / WEIGHTS)
+    assert final.keys() == weights.keys()
+    for key, value in final.items():
+        torch.testing.assert_close(value, weights[key], rtol=1e-3, atol=1e-5, msg=key)
+    found = evaluate_run(tmp_path, device="cpu")
+    (tmp_path / WEIGHTS).unlink()
+    assert evaluate_run(tmp_path, device="cpu") == found  # of the checkpoint
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -216,10 +349,164 @@ def test_images_too_small_for_a_network_are_refused_before_training(tmp_path):
         Trainer(recipe, split, Options(tmp_path), ALONE)
 
 
+def test_only_one_run_writes_to_a_folder(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from cenet.train.claims import claimed\n"
+        "with claimed(Path(sys.argv[1])): print('mine', flush=True); input()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], **pipes) as other:
+        assert other.stdout.readline() == "mine\n"
+        with pytest.raises(ValueError, match="another process is writing to"):
+            train(Job(TINY, Options(tmp_path), device="cpu"))
+        other.kill()
+    assert train(Job(replace(TINY, epochs=1, batch_size=256), Options(tmp_path), device="cpu"))
+
+
+def test_a_signal_to_workers_too_is_saved(files_folder, tmp_path):
+    """Managers of clusters signal every process of a job."""
+    arguments = ["train", "digits_ce", "--dataset", "cifar10", "--image-size", "16", "--out"]
+    arguments += [str(tmp_path / "run"), "--data", str(files_folder), "--device", "cpu"]
+    arguments += ["--epochs", "500", "--batch-size", "4", "--workers", "2", "--warmup-epochs", "0"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cenet", *arguments], start_new_session=True,
+    )  # fmt: skip
+    while process.poll() is None and not saving.checkpoints(tmp_path / "run"):
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.wait(60) == 75
+
+
+def test_a_test_image_that_cannot_be_read_does_not_cost_the_epoch(files_folder, tmp_path):
+    root = tmp_path / "data"
+    shutil.copytree(files_folder, root)
+    (root / "test" / "3" / "x.png").write_bytes(b"no image")
+    recipe = replace(TINY, dataset="cifar10", image_size=16, epochs=1, augment="none")
+    for workers in (0, 2):
+        out = tmp_path / str(workers)
+        with pytest.raises(ValueError, match=r"^.*3/x.png is not an image that can be read: .*$"):
+            train(Job(recipe, Options(out, workers=workers), root, device="cpu"))
+        position = saving.newest(out)[2]["position"]
+        assert (position["epoch"], position["updates"]) == (0, position["step"])
+        assert position["updates"] > 0
+    Image.new("L", (20, 18), 60).save(root / "test" / "3" / "x.png")
+    options = Options(out, workers=0, resume="auto")
+    assert train(Job(recipe, options, root, device="cpu"))["epoch"] == 1
+
+
+def test_more_accumulation_than_steps_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="accumulate=7 is more than the 6 steps of an epoch"):
+        trainer(replace(TINY, accumulate=7), tmp_path, few_digits())
+
+
 def test_a_log_has_a_line_per_epoch(tmp_path, capsys):
     train(Job(replace(TINY, batch_size=256), Options(tmp_path), device="cpu"))
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch")]
     assert [line.split(":")[0] for line in lines] == ["epoch 1 of 2", "epoch 2 of 2"]
+
+
+def test_a_second_interrupt_stops_at_once(tmp_path):
+    engine = trainer(TINY, tmp_path, few_digits())
+    stop_at(engine, 2, signal.SIGINT)
+    with pytest.raises(Interrupted):
+        engine.run()
+    engine = trainer(TINY, tmp_path, few_digits())
+    stop_at(engine, 3, signal.SIGINT)
+    stop_at(engine, 3, signal.SIGINT)  # at the same update, twice
+    with pytest.raises(KeyboardInterrupt):
+        engine.run()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_checkpoints_come_as_often_as_asked_and_two_stay(tmp_path, monkeypatch):
+    written = []
+    real = saving.write
+
+    def noted(path, tensors, facts):
+        written.append(facts["position"]["updates"])
+        real(path, tensors, facts)
+
+    monkeypatch.setattr(saving, "write", noted)
+    trainer(TINY, tmp_path, few_digits(), checkpoint_every=4).run()
+    assert written == [4, 6, 8, 12]  # an epoch has six
+    names = [path.name for path in saving.checkpoints(tmp_path)]
+    assert names == ["step-000000012.safetensors", "step-000000008.safetensors"]
+
+
+def test_a_full_disk_ends_a_run_and_leaves_its_checkpoints(tmp_path, monkeypatch):
+    real = saving.replace_file
+
+    def full(path, content):
+        if path == saving.checkpoint_path(tmp_path, 18):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(path, content)
+
+    monkeypatch.setattr(saving, "replace_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        trainer(replace(TINY, epochs=3), tmp_path, few_digits()).run()
+    assert [int(path.stem[5:]) for path in saving.checkpoints(tmp_path)] == [12, 6]
+    assert saving.newest(tmp_path)[3] == []
+
+
+def test_seconds_are_those_of_training_over_all_parts_of_an_epoch(tmp_path, monkeypatch):
+    """By a clock on which an update takes a second, and a test an hour."""
+    now = [0.0]
+    monkeypatch.setattr(loop_module.time, "perf_counter", lambda: now[0])
+    tested = engine_module.evaluate
+
+    def slow_test(*args, **options):
+        now[0] += 3600
+        return tested(*args, **options)
+
+    monkeypatch.setattr(engine_module, "evaluate", slow_test)
+
+    def slow(engine):
+        real = engine._update
+
+        def update():
+            now[0] += 1
+            real()
+
+        engine._update = update
+        return engine
+
+    first = slow(trainer(TINY, tmp_path, few_digits()))
+    stop_at(first, 8)
+    with pytest.raises(Interrupted):
+        first.run()
+    now[0] += 1e6  # until somebody resumes it
+    second = slow(trainer(TINY, tmp_path, few_digits()))
+    second.resume()
+    second.run()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["seconds"] for row in rows] == [6, 6]
+    assert [row["images_per_second"] for row in rows] == [16, 16]
+
+
+def test_other_classes_are_another_run(tmp_path):
+    trainer(replace(TINY, epochs=1), tmp_path, few_digits()).run()
+    data = few_digits()
+    named = data._replace(train=data.train._replace(classes=tuple("abcdefghij")))
+    with pytest.raises(ValueError, match="the classes or the pixels of the data differ"):
+        trainer(replace(TINY, epochs=1), tmp_path, named).resume()
+
+
+def test_a_recipe_can_ask_for_synchronized_layers(tmp_path):
+    for asked in (False, True):
+        engine = trainer(replace(TINY, sync_ce=asked), tmp_path, few_digits())
+        assert {layer.sync is not None for _, layer in ce_layers(engine.network)} == {asked}
+
+
+def test_all_random_number_generators_come_back():
+    def draw():
+        own = (random.gauss(0, 1), numpy.random.randn())  # noqa: NPY002
+        return (*own, torch.rand(()).item())
+
+    draw()  # both Gaussians keep a second number
+    kept = snapshot.chance(ALONE.device)
+    expected = [draw() for _ in range(3)]
+    snapshot.set_chance(ALONE.device, *kept)
+    assert [draw() for _ in range(3)] == expected
 
 
 def test_a_finished_run_stays_finished(tmp_path):

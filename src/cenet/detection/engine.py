@@ -70,6 +70,7 @@ class DetectionTrainer(Loop):
 
     recipe: DetectionRecipe
     options: DetectionOptions
+    slow_test = True
 
     def __init__(
         self,

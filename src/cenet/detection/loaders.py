@@ -6,15 +6,14 @@ classifiers.
 
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from cenet.detection.data import Scenes, outline_mask
 from cenet.detection.recipes import DetectionRecipe
-from cenet.train.loaders import Shard, epoch_order, seed_of
+from cenet.train.loaders import Shard, epoch_order, loaded, seed_of
 
 Target = dict[str, Tensor]
 Sample = tuple[Tensor, Target]
@@ -103,7 +102,7 @@ def training_batches(
     """Images and targets on the device, from step `start` of an epoch."""
     order = epoch_order(shard.count, recipe.seed, epoch).tolist()
     batches = [order[shard.places(step)] for step in range(start, shard.steps)]
-    for batch in _loader(_Training(scenes, recipe, epoch), batches, workers, recipe.seed):
+    for batch in loaded(_Training(scenes, recipe, epoch), batches, workers, recipe.seed, list):
         images = [image.to(device, non_blocking=True) for image, _ in batch]
         yield images, [_on(device, target) for _, target in batch]
 
@@ -113,22 +112,11 @@ def test_batches(
 ) -> Iterator[tuple[list[int], list[Tensor]]]:
     """Indices and images in [0, 1], of their own size."""
     batches = [indices[start : start + batch] for start in range(0, len(indices), batch)]
-    loader = _loader(_Testing(scenes), batches, workers, 0)
-    for chosen, images in zip(batches, loader, strict=True):
+    for chosen, images in zip(
+        batches, loaded(_Testing(scenes), batches, workers, 0, list), strict=True
+    ):
         yield chosen, [image.to(device).float() / 255 for image in images]
 
 
 def _on(device: torch.device, target: Target) -> Target:
     return {name: value.to(device, non_blocking=True) for name, value in target.items()}
-
-
-def _loader(dataset: Any, batches: list[list[int]], workers: int, seed: int) -> Any:
-    return DataLoader(
-        dataset,
-        batch_sampler=batches,
-        num_workers=workers,
-        collate_fn=list,
-        pin_memory=torch.cuda.is_available(),
-        # else it draws from the global one, and a resumed run would go on differently
-        generator=torch.Generator().manual_seed(seed),
-    )

@@ -98,7 +98,7 @@ class Course:
         for names, least, most in self.ranges():
             for name in names.split():
                 value = getattr(self, name)
-                if not least <= value <= most:  # a NaN is not, either
+                if not (least <= value <= most and value < INFINITY):  # a NaN is not, either
                     limits = f"at least {least}" if most == INFINITY else f"{least} to {most}"
                     problems.append(f"{name}={value!r} must be {limits}")
         if list(self.milestones) != sorted(set(self.milestones)) or min(self.milestones or [1]) < 1:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
@@ -47,6 +48,8 @@ def load(recipe: Recipe, folder: Path | None) -> Split:
     """
     split = _load(recipe, folder)
     train = split.train
+    if len(train.classes) < 2:
+        raise ValueError(f"{folder} has one class, {train.classes[0]!r}; there is nothing to learn")
     if recipe.label_corruption > 0:
         labels = corrupt(train.labels, recipe.label_corruption, len(train.classes), recipe.seed)
         split = split._replace(train=train._replace(labels=labels))
@@ -173,9 +176,23 @@ def read_image(path: Path) -> Any:
 
     try:
         with Image.open(path) as image:
-            return image.convert("RGB")
+            return _eight_bits(image).convert("RGB")
     except (OSError, SyntaxError, ValueError) as error:
         raise ValueError(f"{path} is not an image that can be read: {error}") from error
+
+
+def _eight_bits(image: Any) -> Any:
+    """An image whose values are 0 to 255; Pillow's own conversion clips larger ones."""
+    from PIL import Image
+
+    if image.mode == "F":
+        raise ValueError("its pixels are floating-point numbers; save it with 8 or 16 bits")
+    if not image.mode.startswith("I"):
+        return image
+    values = numpy.asarray(image)
+    if values.min() < 0 or values.max() > 65535:
+        raise ValueError(f"its pixels reach {values.max()}; save it with 8 or 16 bits")
+    return Image.fromarray((values // 257).astype(numpy.uint8))
 
 
 def decoded(files: Files, size: int) -> Resident:

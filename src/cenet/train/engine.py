@@ -8,7 +8,7 @@ from timm.utils.model_ema import ModelEmaV3
 from torch import Tensor
 
 import cenet.train.snapshot as snapshot
-from cenet.train.data import Split
+from cenet.train.data import Files, Split
 from cenet.train.evaluation import evaluate
 from cenet.train.graphs import Graphed, problem
 from cenet.train.inputs import inputs_of
@@ -49,6 +49,7 @@ class Trainer(Loop):
         super().__init__(
             recipe, network, inputs, options, processes, images=len(data.train.labels), sums=3
         )
+        self.slow_test = isinstance(data.test, Files)
         self.loss = build_loss(recipe).to(device)
         self.mixup = build_mixup(recipe, len(inputs.classes))
         if recipe.ema > 0:

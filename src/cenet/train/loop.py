@@ -55,10 +55,12 @@ class Loop:
     Attributes:
         ema: averaged weights, or None.
         clears: gradients become None after an update, not zero.
+        slow_test: the test takes its time and can fail, so a checkpoint is written before.
     """
 
     ema: Any = None
     clears = True
+    slow_test = False
 
     def __init__(
         self,
@@ -82,7 +84,12 @@ class Loop:
         self.recipe, self.network, self.inputs = recipe, network, inputs
         self.options, self.processes = options, processes
         self.shard = Shard(images, recipe.batch_size, rank=processes.rank, world=processes.world)
-        self.updates_per_epoch = max(1, self.shard.steps // recipe.accumulate)
+        if recipe.accumulate > self.shard.steps:
+            raise ValueError(
+                f"accumulate={recipe.accumulate} is more than the {self.shard.steps} steps of an "
+                "epoch; lower it"
+            )
+        self.updates_per_epoch = self.shard.steps // recipe.accumulate
         per_update = recipe.batch_size * processes.world * recipe.accumulate
         self.optimizer: Optimizer = build_optimizer(recipe, network, images_per_update=per_update)
         self.schedule: Scheduler = build_schedule(
@@ -168,7 +175,7 @@ class Loop:
         position = self.position
         self.network.train()
         started = time.perf_counter() - position.seconds
-        micro = min(self.recipe.accumulate, self.shard.steps)
+        micro = self.recipe.accumulate
         steps = self.updates_per_epoch * micro
         batches = self.batches(position.epoch, position.step)
         batch: Batch | None = None
@@ -260,6 +267,8 @@ class Loop:
         position = self.position
         sums = total(position.sums, self.processes).tolist()
         seconds = position.seconds
+        if self.slow_test:
+            self.save()
         share_buffers_(self.evaluated, self.processes)
         row: dict[str, Any] = {
             "epoch": position.epoch + 1,

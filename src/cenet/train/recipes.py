@@ -51,6 +51,12 @@ class Recipe(Course):
         """See `Course`."""
         return {**super().choices(), "network": NETWORK_NAMES}
 
+    def _wrong_numbers(self) -> list[str]:
+        problems = super()._wrong_numbers()
+        if self.mixup > 0 and self.batch_size % 2:
+            problems.append(f"batch_size={self.batch_size} must be even, because mixup makes pairs")
+        return problems
+
     def ranges(self) -> Ranges:
         """See `Course`."""
         return (

@@ -1,6 +1,7 @@
 """A recipe from beginning to end, and what can go wrong on the way, in one line each."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -13,6 +14,7 @@ import cenet.train.processes as processes
 import cenet.train.saving as saving
 from cenet.calibration import update_ce_stats
 from cenet.nn import ce_layers
+from cenet.train.claims import claimed
 from cenet.train.data import load, load_test
 from cenet.train.engine import Trainer
 from cenet.train.evaluation import evaluate
@@ -69,30 +71,42 @@ def carry_out(
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     try:
-        _check_folder(options, own)
-        loop = build(own)
-        if options.resume == "auto":
-            said = loop.resume()
-            if said and own.is_first:
-                print(said)
-        return loop.run()
+        with _folder(options, own):
+            loop = build(own)
+            if options.resume == "auto":
+                said = loop.resume()
+                if said and own.is_first:
+                    print(said)
+            return loop.run()
     finally:
         processes.finish()
 
 
-def _check_folder(options: RunOptions, own: processes.Processes) -> None:
-    out = options.out
+@contextmanager
+def _folder(options: RunOptions, own: processes.Processes) -> Iterator[None]:
+    """The folder of the run, for this run alone; ValueError in all processes if it is not."""
     problem = None
+    with ExitStack() as claim:
+        if own.is_first:  # which writes
+            try:
+                _check_folder(options)
+                claim.enter_context(claimed(options.out))
+            except (ValueError, OSError) as error:
+                problem = str(error)
+        problem = processes.gathered(problem, own)[0]
+        if problem is not None:
+            raise ValueError(problem)
+        yield
+
+
+def _check_folder(options: RunOptions) -> None:
+    out = options.out
     if out.exists() and not out.is_dir():
-        problem = f"--out {out} is a file; it must be a folder"
-    elif options.resume == "never" and saving.checkpoints(out):
-        problem = (
+        raise ValueError(f"--out {out} is a file; it must be a folder")
+    if options.resume == "never" and saving.checkpoints(out):
+        raise ValueError(
             f"{out} holds a run already; go on with it by --resume auto, or choose another --out"
         )
-    # the first process, which writes, decides for all
-    problem = processes.gathered(problem, own)[0]
-    if problem is not None:
-        raise ValueError(problem)
 
 
 def evaluate_run(
