@@ -22,15 +22,17 @@ from safetensors.torch import load_file
 from torch import nn
 
 import cenet.train.engine as engine_module
+import cenet.train.loop as loop_module
 from cenet.cli import main
 from cenet.models import create_model
 from cenet.nn import ce_layers
 from cenet.train import RECIPES, saving, snapshot
 from cenet.train.data import Split, digits, image_folders
 from cenet.train.diagnosis import NonFiniteLoss, first_non_finite
-from cenet.train.engine import Interrupted, Trainer
+from cenet.train.engine import Trainer
 from cenet.train.loaders import epoch_order, seed_of
 from cenet.train.logbook import TIMES, read_metrics
+from cenet.train.loop import Interrupted
 from cenet.train.options import Options
 from cenet.train.processes import Processes
 from cenet.train.run import Job, evaluate_run, train
@@ -450,7 +452,7 @@ def test_a_full_disk_ends_a_run_and_leaves_its_checkpoints(tmp_path, monkeypatch
 def test_seconds_are_those_of_training_over_all_parts_of_an_epoch(tmp_path, monkeypatch):
     """By a clock on which an update takes a second, and a test an hour."""
     now = [0.0]
-    monkeypatch.setattr(engine_module.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(loop_module.time, "perf_counter", lambda: now[0])
     tested = engine_module.evaluate
 
     def slow_test(*args, **options):

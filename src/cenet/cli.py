@@ -310,6 +310,13 @@ def train() -> None:
     run(parse(arguments))
 
 
+def detect() -> None:
+    """Detect and segment objects: `cenet detect train|eval|show`."""
+    from cenet.detection.command import main as run
+
+    run(sys.argv[2:])
+
+
 def main() -> None:
     """Entry point of the `cenet` command."""
     if sys.argv[1:] == ["--version"]:
@@ -318,10 +325,14 @@ def main() -> None:
     if sys.argv[1:2] == ["train"]:
         train()  # its arguments depend on the recipe
         return
+    if sys.argv[1:2] == ["detect"]:
+        detect()
+        return
     tyro.extras.subcommand_cli_from_dict(
         {
             "bench": bench,
             "demo": demo,
+            "detect": detect,
             "diagnose": diagnose,
             "eval": evaluate,
             "export": export,

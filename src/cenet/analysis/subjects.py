@@ -83,7 +83,7 @@ def _named(model: str, checkpoint: Path | None) -> nn.Module:
 
 
 def _of_run(run: Path) -> Examinee:
-    recipe, inputs = read_run(run)
+    recipe, inputs = read_run(run, Recipe)
     network = load_run(run)
 
     def transform(size: int) -> Callable[[Any], Tensor]:

@@ -2,14 +2,15 @@
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
 from cenet.train.diagnosis import NonFiniteLoss
-from cenet.train.engine import Interrupted
 from cenet.train.interrupts import INTERRUPTED
+from cenet.train.loop import Interrupted
 from cenet.train.options import Options
 from cenet.train.recipes import RECIPES, find_recipe
 from cenet.train.run import Job, train
@@ -31,22 +32,14 @@ def parse(arguments: list[str]) -> Job:
         job: Job = tyro.cli(flat, default=default, args=rest, prog=f"cenet train {name}")
     except ValueError as error:
         # all processes have the same arguments
-        raise SystemExit(str(error) if _is_first() else 1) from error
+        raise SystemExit(str(error) if is_first() else 1) from error
     return job
 
 
 def run(job: Job) -> None:
     """Run a job to its end; exit with a line and a code that say how it ended."""
-    try:
-        row = train(job)
-    except Interrupted:
-        if _is_first():
-            print(f"interrupted and saved; go on with --resume auto --out {job.options.out}")
-        sys.exit(INTERRUPTED)
-    except (ValueError, OSError, NonFiniteLoss) as error:
-        rank = os.environ.get("RANK", "0")
-        raise SystemExit(str(error) if _is_first() else f"process {rank}: {error}") from error
-    if row and _is_first():
+    row = ended(lambda: train(job), job.options.out)
+    if row and is_first():
         print(
             f"epoch {row['epoch']}: test top-1 {row['test_top1']:.2%}, top-5 "
             f"{row['test_top5']:.2%}, loss {row['test_loss']:.4f}; everything is in "
@@ -54,6 +47,19 @@ def run(job: Job) -> None:
         )
 
 
-def _is_first() -> bool:
+def ended(run: Callable[[], dict[str, Any]], out: Path) -> dict[str, Any]:
+    """The result of a run; if it did not come to its end, exit and say why."""
+    try:
+        return run()
+    except Interrupted:
+        if is_first():
+            print(f"interrupted and saved; go on with --resume auto --out {out}")
+        sys.exit(INTERRUPTED)
+    except (ValueError, OSError, NonFiniteLoss) as error:
+        rank = os.environ.get("RANK", "0")
+        raise SystemExit(str(error) if is_first() else f"process {rank}: {error}") from error
+
+
+def is_first() -> bool:
     """Whether this is the process that talks."""
     return os.environ.get("RANK", "0") == "0"

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 
 class NonFiniteLoss(ArithmeticError):
@@ -9,7 +10,7 @@ class NonFiniteLoss(ArithmeticError):
 
 
 @torch.no_grad()
-def first_non_finite(model: nn.Module, images: Tensor) -> str:
+def first_non_finite(model: nn.Module, *inputs: object) -> str:
     """What is not finite first: a parameter, the images, the output of a layer, or the loss alone.
 
     The network runs once more, in its present mode; its running statistics come back.
@@ -17,7 +18,8 @@ def first_non_finite(model: nn.Module, images: Tensor) -> str:
     for name, parameter in model.named_parameters():
         if not bool(parameter.isfinite().all()):
             return f"parameter {name} is not finite"
-    if not bool(images.isfinite().all()):
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    if not all(bool(tensor.isfinite().all()) for tensor in tensors):
         return "the images are not finite"
     found: list[str] = []
 
@@ -32,7 +34,7 @@ def first_non_finite(model: nn.Module, images: Tensor) -> str:
     leaves = [(n, m) for n, m in model.named_modules() if not list(m.children())]
     handles = [m.register_forward_hook(look(n)) for n, m in leaves]
     try:
-        model(images)
+        model(*inputs)
     finally:
         for handle in handles:
             handle.remove()

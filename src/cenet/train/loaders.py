@@ -167,7 +167,7 @@ class FilesLoader:
         order = epoch_order(self.shard.count, self.seed, epoch).tolist()
         batches = [order[self.shard.places(step)] for step in range(start, self.shard.steps)]
         dataset = _Images(self.data, self.transform, self.seed, epoch)
-        yield from map(self.place, _file_batches(dataset, batches, self.workers, self.seed))
+        yield from map(self.place, loaded(dataset, batches, self.workers, self.seed))
 
 
 def training_loader(
@@ -211,7 +211,7 @@ def evaluation_batches(
         dataset = _Images(data, transforms(None, size), 0, 0)
         indices = [chosen.tolist() for chosen in batches]
         place = partial(_placed, inputs=inputs, device=device, channels_last=channels_last)
-        yield from map(place, _file_batches(dataset, indices, workers, 0))
+        yield from map(place, loaded(dataset, indices, workers, 0))
         return
     mean, std = inputs.statistics(device)
     for chosen in batches:
@@ -235,14 +235,16 @@ def transforms(augment: Augment | None, size: int) -> Any:
     return v2.Compose([*steps, v2.PILToTensor()])
 
 
-def _file_batches(
-    dataset: _Images, batches: list[list[int]], workers: int, seed: int
-) -> Iterator[tuple[Tensor, Tensor]]:
+def loaded(
+    dataset: Dataset[Any], batches: list[list[int]], workers: int, seed: int, collate: Any = None
+) -> Iterator[Any]:
+    """Batches of a data set, by worker processes if there are any; ValueError as it was raised."""
     loader: Any = DataLoader(
         dataset,
         batch_sampler=batches,
         num_workers=workers,
         prefetch_factor=4 if workers else None,
+        collate_fn=collate,
         worker_init_fn=_leave_signals_to_the_run,
         pin_memory=torch.cuda.is_available(),
         # else it draws from the global one, and a resumed run would go on differently

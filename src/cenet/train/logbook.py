@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cenet.analysis.monitor import FIELDS, Values
+from cenet.train.course import C, Course
 from cenet.train.inputs import Inputs
-from cenet.train.recipes import Recipe
 from cenet.train.saving import replace_file
 
 METRICS = "metrics.jsonl"
@@ -34,7 +34,7 @@ class Logbook:
             self.rows = read_metrics(path)
 
     def begin(
-        self, recipe: Recipe, inputs: Inputs, facts: dict[str, Any], *, after: int, updates: int
+        self, recipe: Course, inputs: Inputs, facts: dict[str, Any], *, after: int, updates: int
     ) -> None:
         """Say what runs; forget what came after so many epochs and updates: it will come again."""
         self.rows = [row for row in self.rows if row["epoch"] <= after]
@@ -99,34 +99,30 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
-def read_run(folder: Path) -> tuple[Recipe, Inputs]:
-    """The recipe of a run, and what its network takes; ValueError if the folder is not one."""
+def read_run(folder: Path, kind: type[C]) -> tuple[C, Inputs]:
+    """The recipe of a run, and what its network takes; ValueError if it is none of this kind."""
     path = folder / "run.json"
     if not path.is_file():
-        raise ValueError(f"{folder} is not a folder of `cenet train`: it has no {path.name}")
+        raise ValueError(f"{folder} is not a folder of `{kind.command}`: it has no {path.name}")
     try:
         about = json.loads(path.read_text())
-        return Recipe.from_dict(about["recipe"]), Inputs.from_dict(about["inputs"])
+        return kind.from_dict(about["recipe"]), Inputs.from_dict(about["inputs"])
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not of this version of `cenet train`: {error!r}") from error
+        raise ValueError(f"{path} is not of this version of `{kind.command}`: {error!r}") from error
 
 
-def say(row: dict[str, Any], epochs: int) -> None:
-    """A line about an epoch, where there is no terminal for a bar."""
+def say(line: str) -> None:
+    """Print where there is no terminal for a bar."""
     if not sys.stderr.isatty():
-        print(
-            f"epoch {row['epoch']} of {epochs}: loss {row['train_loss']:.4f}, test loss "
-            f"{row['test_loss']:.4f}, top-1 {row['test_top1']:.2%}, {row['seconds']:.1f} s",
-            flush=True,
-        )
+        print(line, flush=True)
 
 
 def progress_bar(*, shown: bool) -> Progress:
-    """Loss, accuracy, images per second and time left, on a terminal."""
+    """Loss and what else a run tells, images per second and time left, on a terminal."""
     columns = (
         TextColumn("epoch {task.fields[epoch]}"),
         BarColumn(),
-        TextColumn("loss {task.fields[loss]:.4f}  top-1 {task.fields[top1]:.2%}"),
+        TextColumn("loss {task.fields[loss]:.4f}  {task.fields[note]}"),
         TextColumn("{task.fields[speed]:.0f} images/s"),
         TimeRemainingColumn(),
     )

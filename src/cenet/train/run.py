@@ -1,6 +1,6 @@
 """A recipe from beginning to end, and what can go wrong on the way, in one line each."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -20,7 +20,8 @@ from cenet.train.engine import Trainer
 from cenet.train.evaluation import evaluate
 from cenet.train.loaders import Shard, training_loader
 from cenet.train.logbook import read_run
-from cenet.train.options import Options
+from cenet.train.loop import Loop
+from cenet.train.options import Options, RunOptions
 from cenet.train.recipes import Recipe
 from cenet.train.weights import load_run, write_weights
 
@@ -51,31 +52,38 @@ def train(job: Job) -> dict[str, Any]:
 
     Raises:
         ValueError: the data, the checkpoint or the device are not what the job needs.
-        Interrupted, NonFiniteLoss: see `Trainer.run`.
+        Interrupted, NonFiniteLoss: see `Loop.run`.
     """
-    own = processes.start(job.device)
-    _set_threads(job)
+
+    def build(own: processes.Processes) -> Loop:
+        return Trainer(job.recipe, load(job.recipe, job.data), job.options, own)
+
+    if job.options.threads is None and job.recipe.image_size < SMALL:
+        torch.set_num_threads(1)
+    return carry_out(build, job.options, job.device)
+
+
+def carry_out(
+    build: Callable[[processes.Processes], Loop], options: RunOptions, device: Device
+) -> dict[str, Any]:
+    """Build a loop for this process among its fellows, resume it if asked to, and run it."""
+    own = processes.start(device)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
     try:
-        with _folder(job.options, own):
-            trainer = Trainer(job.recipe, load(job.recipe, job.data), job.options, own)
-            if job.options.resume == "auto":
-                said = trainer.resume()
+        with _folder(options, own):
+            loop = build(own)
+            if options.resume == "auto":
+                said = loop.resume()
                 if said and own.is_first:
                     print(said)
-            return trainer.run()
+            return loop.run()
     finally:
         processes.finish()
 
 
-def _set_threads(job: Job) -> None:
-    if job.options.threads is not None:
-        torch.set_num_threads(job.options.threads)
-    elif job.recipe.image_size < SMALL:
-        torch.set_num_threads(1)
-
-
 @contextmanager
-def _folder(options: Options, own: processes.Processes) -> Iterator[None]:
+def _folder(options: RunOptions, own: processes.Processes) -> Iterator[None]:
     """The folder of the run, for this run alone; ValueError in all processes if it is not."""
     problem = None
     with ExitStack() as claim:
@@ -91,7 +99,7 @@ def _folder(options: Options, own: processes.Processes) -> Iterator[None]:
         yield
 
 
-def _check_folder(options: Options) -> None:
+def _check_folder(options: RunOptions) -> None:
     out = options.out
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file; it must be a folder")
@@ -123,7 +131,7 @@ def evaluate_run(
         raise ValueError(f"--save {save} is for recalibrated weights; add --recalibrate BATCHES")
     if recalibrate < 0:
         raise ValueError(f"recalibrate={recalibrate} must be at least 1")
-    recipe, inputs = read_run(run)
+    recipe, inputs = read_run(run, Recipe)
     own = processes.start(device)
     try:
         network = load_run(run).to(own.device)

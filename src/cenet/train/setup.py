@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from cenet.models import create_model
 from cenet.nn import ce_layers, convert_sync_ce
+from cenet.train.course import Course
 from cenet.train.inputs import Inputs
 from cenet.train.recipes import Recipe
 
@@ -59,11 +60,13 @@ def synchronized(network: nn.Module, device: torch.device) -> nn.Module:
     return convert_sync_ce(network) if dict(ce_layers(network)) else network
 
 
-def build_optimizer(recipe: Recipe, model: nn.Module, *, images_per_update: int) -> Optimizer:
-    """SGD; its learning rate is that of the recipe for so many images."""
+def build_optimizer(recipe: Course, model: nn.Module, *, images_per_update: int) -> Optimizer:
+    """SGD on what is not fixed; its learning rate is that of the recipe for so many images."""
     decayed: list[nn.Parameter] = []
     spared: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         spare = name.rpartition(".")[2] in UNDECAYED or (
             not recipe.decay_norms and parameter.dim() <= 1
         )
@@ -76,12 +79,12 @@ def build_optimizer(recipe: Recipe, model: nn.Module, *, images_per_update: int)
         weight_decay=recipe.weight_decay,
         momentum=recipe.momentum,
         # one kernel, and one that a CUDA graph can hold
-        fused=next(model.parameters()).is_cuda,
+        fused=(decayed or spared)[0].is_cuda,
     )
     return optimizer
 
 
-def build_schedule(recipe: Recipe, optimizer: Optimizer, *, updates_per_epoch: int) -> Scheduler:
+def build_schedule(recipe: Course, optimizer: Optimizer, *, updates_per_epoch: int) -> Scheduler:
     """The learning rate as a function of the number of updates."""
     total = recipe.epochs * updates_per_epoch
     warmup = round(recipe.warmup_epochs * updates_per_epoch)

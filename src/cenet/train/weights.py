@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import cenet.train.saving as saving
 import cenet.train.snapshot as snapshot
+from cenet.train.course import Course
 from cenet.train.inputs import Inputs
 from cenet.train.logbook import read_run
 from cenet.train.recipes import Recipe
@@ -16,7 +17,7 @@ from cenet.train.setup import build_network
 WEIGHTS = "weights.safetensors"
 
 
-def write_weights(path: Path, network: nn.Module, recipe: Recipe, inputs: Inputs) -> None:
+def write_weights(path: Path, network: nn.Module, recipe: Course, inputs: Inputs) -> None:
     """Write a state dict, with recipe and inputs beside it."""
     state = {
         name: value.detach().cpu().contiguous().clone()
@@ -44,7 +45,7 @@ def read_weights(run: Path) -> tuple[dict[str, Tensor], str]:
 
 def load_run(run: Path | str) -> nn.Module:
     """The network of a run of `cenet train`, in evaluation mode on the CPU."""
-    recipe, inputs = read_run(Path(run))
+    recipe, inputs = read_run(Path(run), Recipe)
     network = build_network(recipe, inputs)
     snapshot.load_module_(network, read_weights(Path(run))[0])
     return network.eval()

@@ -1,0 +1,141 @@
+"""Step time and memory of Mask R-CNN on ResNet-50 with and without CE, and how both overfit a set.
+
+Steps of the networks take turns inside one process, on the same batches. With --epochs both are
+then trained from scratch on the whole folder, in the loop of `cenet detect train`, and a page of
+each run is written.
+
+    PYTHONPATH=src python benchmarks/bench_detection.py --data COCO128 --epochs 60 --runs runs
+    PYTHONPATH=src python benchmarks/bench_detection.py --size 64 --rounds 2   # smoke test
+
+Without --data the images are drawn shapes, resized.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from _runner import (
+    RESULTS,
+    append_rows,
+    environment,
+    free_memory,
+    interleave,
+    peak_mb,
+    row,
+    shape_text,
+)
+from cenet.detection.data import SceneSplit, load
+from cenet.detection.engine import DetectionOptions, DetectionTrainer
+from cenet.detection.recipes import RECIPES, DetectionRecipe
+from cenet.detection.run import DetectionJob, show_run, train
+from cenet.train.processes import Processes
+
+BACKBONES = {"plain": "resnet50", "ce": "ceresnet50"}
+SETTINGS = ("frozen", "synchronized", "scratch")
+
+
+def recipe_of(args: argparse.Namespace, backbone: str, **changes: Any) -> DetectionRecipe:
+    return replace(
+        RECIPES["resnet50_ce"],
+        backbone=backbone,
+        dataset="shapes" if args.data is None else "coco",
+        batch_size=args.batch,
+        min_sizes=(args.size,),
+        max_size=args.size * 5 // 3,
+        precision=args.precision,
+        **changes,
+    )
+
+
+def stepper(
+    recipe: DetectionRecipe, data: SceneSplit, folder: Path, device: torch.device
+) -> Callable[[], None]:
+    """A step of training on the batch that is next, from the first one again after eight."""
+    options = DetectionOptions(folder, workers=0, channels_last=device.type == "cuda")
+    trainer = DetectionTrainer(recipe, data, options, Processes(0, 1, device))
+    trainer.network.train()
+    source = trainer.batches(0, 0)
+    batches = [next(source) for _ in range(8)]
+    place = 0
+
+    def step() -> None:
+        nonlocal place
+        trainer.add_gradients(batches[place % len(batches)])
+        trainer.apply_gradients()
+        place += 1
+
+    return step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, help="folder as COCO has it")
+    parser.add_argument("--size", type=int, default=800, help="shorter side of the images")
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--precision", default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=SETTINGS)
+    parser.add_argument("--epochs", type=int, default=0, help="of training to overfit")
+    parser.add_argument("--lr", type=float, default=0.02, help="of that, for 16 images")
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folders of that")
+    parser.add_argument("--out", type=Path, default=RESULTS / "detection.csv")
+    args = parser.parse_args()
+
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    data = load(recipe_of(args, "resnet50"), args.data)
+    print(data.train.report())
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for setting in args.settings:
+            changes = {"setting": setting, "trainable_layers": 5 if setting == "scratch" else 3}
+            steps = {
+                name: stepper(recipe_of(args, backbone, **changes), data, Path(folder), device)
+                for name, backbone in BACKBONES.items()
+            }
+            timings = interleave(steps, args.rounds, device)
+            peaks = {name: peak_mb(step, device) for name, step in steps.items()}
+            for name, timing in timings.items():
+                ratio = timing.p50 / timings["plain"].p50
+                peak = peaks[name]
+                memory = "" if peak is None else f", {peak:.0f} MB, {peak / peaks['plain']:.3f}"
+                print(f"{setting:12} {args.precision} {name:5} {timing.p50:8.1f} ms a step "
+                      f"({timing.p20:.1f} to {timing.p80:.1f}), {ratio:.3f} of plain{memory}",
+                      flush=True)  # fmt: skip
+                columns = {"op": "maskrcnn_resnet50", "provider": name, "mode": f"step {setting}",
+                           "shape": shape_text((args.batch, 3, args.size, args.size * 5 // 3)),
+                           "dtype": args.precision, "layout": "channels_last"}  # fmt: skip
+                rows.append(row(timing, peaks[name], {**environment(device), **columns}))
+            del steps
+            free_memory(device)
+    append_rows(args.out, rows)
+    if args.epochs:
+        overfit(args, device)
+
+
+def overfit(args: argparse.Namespace, device: torch.device) -> None:
+    for name, backbone in BACKBONES.items():
+        milestones = (args.epochs * 2 // 3, args.epochs * 11 // 12)
+        recipe = recipe_of(
+            args, backbone, setting="scratch", trainable_layers=5, epochs=args.epochs, lr=args.lr,
+            milestones=milestones, warmup_epochs=args.epochs / 20, clip_grad=10.0,
+        )  # fmt: skip
+        out = args.runs / f"overfit_{name}"
+        options = DetectionOptions(
+            out, resume="auto", evaluate_every=max(1, args.epochs // 6),
+            channels_last=device.type == "cuda",
+        )  # fmt: skip
+        last = train(DetectionJob(recipe, options, args.data, device=device.type))
+        found = {key: round(value, 3) for key, value in last.items() if "_ap" in key}
+        print(f"{name}: {last['updates']} updates, loss {last['train_loss']:.3f}, {found}")
+        print(f"wrote {show_run(out, args.data, device.type)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

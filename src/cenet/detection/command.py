@@ -1,0 +1,86 @@
+"""`cenet detect train|eval|show`: parse, run, and say in one line what went wrong."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from cenet.detection.engine import DetectionOptions
+from cenet.detection.recipes import RECIPES, find_recipe
+from cenet.detection.run import DetectionJob, evaluate_run, show_run, train
+from cenet.train.command import ended, is_first
+
+Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+Device = Literal["auto", "cpu", "cuda"]
+EXAMPLE = "shapes"
+
+
+def main(arguments: list[str]) -> None:
+    """Train a detector, or look at one."""
+    if arguments[:1] == ["train"]:
+        run_train(parse(arguments[1:]))  # its arguments depend on the recipe
+        return
+    try:
+        tyro.extras.subcommand_cli_from_dict(
+            {"train": run_train, "eval": evaluate, "show": show},
+            prog="cenet detect",
+            args=arguments or ["--help"],
+            description="Object detection and instance segmentation with CE.",
+        )
+    except (ValueError, OSError) as error:
+        raise SystemExit(str(error)) from error
+
+
+def parse(arguments: list[str]) -> DetectionJob:
+    """The job that the command line asks for."""
+    name, *rest = arguments or ["--help"]
+    if name in ("-h", "--help"):
+        print(f"usage: cenet detect train RECIPE [--field value ...]  ({', '.join(RECIPES)})")
+        print(f"The fields, with the values of {EXAMPLE}:\n")
+        name, rest = EXAMPLE, ["--help"]
+    try:
+        default = DetectionJob(find_recipe(name), DetectionOptions(Path("runs") / f"detect_{name}"))
+        flat: Any = Annotated[DetectionJob, tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff]
+        prog = f"cenet detect train {name}"
+        job: DetectionJob = tyro.cli(flat, default=default, args=rest, prog=prog)
+    except ValueError as error:
+        # all processes have the same arguments
+        raise SystemExit(str(error) if is_first() else 1) from error
+    return job
+
+
+def run_train(job: DetectionJob) -> None:
+    """Train by a recipe: `cenet detect train RECIPE [--field value ...]`."""
+    row = ended(lambda: train(job), job.options.out)
+    if row and is_first():
+        found = ", ".join(
+            f"{name.replace('_', ' ')} {value:.3f}" for name, value in row.items() if "_ap" in name
+        )
+        print(f"epoch {row['epoch']}: {found}; everything is in {job.options.out}")
+
+
+def evaluate(run: Run, data: Path | None = None, device: Device = "auto") -> None:
+    """Print COCO's evaluation of a run of `cenet detect train`.
+
+    Args:
+        run: its folder.
+        data: folder of the images, as for `cenet detect train`.
+        device: where to run.
+    """
+    scores = evaluate_run(run, data, device)
+    if is_first():
+        print(scores.table)
+        for name, value in scores.numbers.items():
+            print(f"{name} {value:.4f}")
+
+
+def show(run: Run, data: Path | None = None, device: Device = "auto", images: int = 8) -> None:
+    """Write a page of a run: curves, average precision, predictions beside the truth.
+
+    Args:
+        run: its folder.
+        data: folder of the images, as for `cenet detect train`.
+        device: where to run.
+        images: how many to draw.
+    """
+    print(f"wrote {show_run(run, data, device, images=images)}")

@@ -1,0 +1,177 @@
+"""Images with boxes and masks: folders as COCO has them, or shapes that are drawn."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+from torchvision.transforms.v2.functional import pil_to_tensor
+
+from cenet.detection.annotations import Record, clean
+from cenet.detection.recipes import DetectionRecipe
+from cenet.detection.shapes import draw_shapes
+from cenet.train.inputs import FILES_MEAN, FILES_STD, Inputs
+
+SHAPES = (400, 100)  # images to train on and to test with
+
+
+class Scenes(NamedTuple):
+    """Images and what is on them."""
+
+    name: str
+    images: list[Record]
+    objects: list[list[Record]]  # of each image
+    coco: Record  # the same, as the evaluation wants it
+    classes: tuple[str, ...]
+    labels: dict[int, int]  # from ids of categories, which may have gaps; 0 is the background
+    root: Path | None  # of the files, or
+    pixels: list[Tensor] | None  # (3, H, W) in uint8
+    faults: Counter[str]
+
+    def read(self, index: int) -> Tensor:
+        """An image, (3, H, W) in uint8."""
+        if self.pixels is not None:
+            return self.pixels[index]
+        assert self.root is not None
+        path = self.root / self.images[index]["file_name"]
+        try:
+            with Image.open(path) as image:
+                pixels: Tensor = pil_to_tensor(image.convert("RGB"))
+                return pixels
+        except (OSError, UnidentifiedImageError) as error:
+            raise ValueError(f"{path} cannot be read: {error}") from error
+
+    def report(self) -> str:
+        """What there is, and what was left out."""
+        count = sum(map(len, self.objects))
+        empty = sum(not objects for objects in self.objects)
+        text = f"{self.name}: {len(self.images)} images ({empty} empty), {count} objects"
+        left = "; ".join(f"{number} {fault}" for fault, number in sorted(self.faults.items()))
+        return f"{text}; left out: {left}" if left else text
+
+
+class SceneSplit(NamedTuple):
+    """Training and test images."""
+
+    train: Scenes
+    test: Scenes
+
+    def inputs(self) -> Inputs:
+        """What a network trained on them takes."""
+        return Inputs(self.train.classes, FILES_MEAN, FILES_STD)
+
+
+def load(recipe: DetectionRecipe, folder: Path | None) -> SceneSplit:
+    """The data of a recipe.
+
+    Raises:
+        ValueError: the folder is missing or not laid out as COCO, nothing in it is usable, or train
+            and test have different categories.
+    """
+    if recipe.dataset == "shapes":
+        if folder is not None:
+            raise ValueError(f"shapes are drawn, and not read from --data {folder}; leave it away")
+        drawn = [draw_shapes(count, seed) for seed, count in enumerate(SHAPES)]
+        parts = [
+            scenes(name, coco, pixels=pixels)
+            for name, (pixels, coco) in zip(("train", "test"), drawn, strict=True)
+        ]
+    else:
+        parts = [_part(*place) for place in _places(folder)]
+        if len(parts) == 1:
+            parts *= 2
+    split = SceneSplit(*parts)
+    if split.train.labels != split.test.labels or split.train.classes != split.test.classes:
+        differ = sorted({*split.train.classes} ^ {*split.test.classes}) or "their ids"
+        raise ValueError(f"train and test have different categories: {differ}")
+    return split
+
+
+def _places(folder: Path | None) -> list[tuple[Path, Path]]:
+    """Files of annotations and folders of images, to train on and to test with."""
+    if folder is None:
+        raise ValueError("coco is not embedded; say where it is with --data FOLDER")
+    if (folder / "instances.json").is_file():
+        return [(folder / "instances.json", folder / "images")]
+    places = []
+    for part in ("train", "val"):
+        found = sorted((folder / "annotations").glob(f"instances_{part}*.json"))
+        if not found:
+            raise ValueError(
+                f"{folder} must have annotations/instances_train2017.json with train2017/ and the "
+                "same of val2017, or instances.json with images/ to train and test on the same"
+            )
+        places.append((found[-1], folder / found[-1].stem.removeprefix("instances_")))
+    return places
+
+
+def _part(path: Path, root: Path) -> Scenes:
+    if not root.is_dir():
+        raise ValueError(f"{path} is there, but its folder of images {root} is not")
+    try:
+        coco = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    try:
+        return scenes(root.name, coco, root=root)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def scenes(
+    name: str, coco: Record, *, root: Path | None = None, pixels: list[Tensor] | None = None
+) -> Scenes:
+    """Images and annotations that can be used, checked before anything is trained.
+
+    Raises:
+        ValueError: these are not COCO annotations, or none of them can be used.
+    """
+    coco, faults = clean(coco, lambda record: None if root is None else _fault(root, record))
+    by_image: dict[Any, list[Record]] = {record["id"]: [] for record in coco["images"]}
+    for annotation in coco["annotations"]:
+        if not annotation["iscrowd"]:  # crowds are for the evaluation, which forgives them
+            by_image[annotation["image_id"]].append(annotation)
+    ids = [record["id"] for record in coco["categories"]]
+    found = Scenes(
+        name, coco["images"], list(by_image.values()), coco,
+        tuple(record["name"] for record in coco["categories"]),
+        {number: index + 1 for index, number in enumerate(ids)},
+        root, pixels, faults,
+    )  # fmt: skip
+    if not any(found.objects):
+        raise ValueError(f"there is nothing to detect: {found.report()}")
+    return found
+
+
+def _fault(root: Path, record: Record) -> str | None:
+    path = root / str(record["file_name"])
+    if not path.is_file():
+        return "images whose file is missing"
+    try:
+        with Image.open(path) as image:  # reads the header only
+            size = image.size
+    except (OSError, UnidentifiedImageError):
+        return "images whose file cannot be read"
+    if size != (record["width"], record["height"]):
+        return "images of another size than the annotations say"
+    return None
+
+
+def outline_mask(segmentation: Any, height: int, width: int, scale: tuple[float, float]) -> Tensor:
+    """A mask (height, width) in uint8 from polygons scaled by (x, y), or from a run-length code."""
+    from pycocotools import mask
+
+    if isinstance(segmentation, list):
+        stretched = [
+            [value * scale[place % 2] for place, value in enumerate(polygon)]
+            for polygon in segmentation
+        ]
+        return torch.from_numpy(mask.decode(mask.merge(mask.frPyObjects(stretched, height, width))))
+    code = segmentation
+    if isinstance(code["counts"], list):
+        code = mask.frPyObjects(code, *code["size"])
+    whole = torch.from_numpy(mask.decode(code))[None, None]
+    return torch.nn.functional.interpolate(whole, size=(height, width))[0, 0]

@@ -1,0 +1,110 @@
+"""What to detect with and how to train it: the rows of the paper's table, and shapes."""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+from cenet.detection.networks import Detector
+from cenet.detection.settings import Setting
+from cenet.train.course import INFINITY, RANGES, Course, Precision, Ranges, Schedule, nearest
+
+Backbone = Literal["resnet18", "resnet50", "resnet101", "ceresnet18", "ceresnet50", "ceresnet101"]
+Dataset = Literal["coco", "shapes"]
+
+
+@dataclass(frozen=True)
+class DetectionRecipe(Course):
+    """A training run of a detector.
+
+    Attributes:
+        backbone: a ResNet of the paper, with CE or without.
+        detector: Mask R-CNN, or Faster R-CNN, which has no masks.
+        setting: what of norms and CE trains. frozen: nothing. synchronized: γ and β, statistics
+            over all processes, while gate and λ are fixed. scratch: everything.
+        trainable_layers: stages of the backbone that train, from the last; 3 leaves out stem and
+            first stage.
+        channels: of the four stages, before the expansion of bottlenecks.
+        small: narrow pyramid and heads, few and small proposals, for small images.
+        dataset: coco is a folder you bring, shapes is drawn.
+        min_sizes: lengths of the shorter side of an image; training draws one of them for each
+            image, the test takes the last.
+        max_size: most of the longer side.
+        flip: mirror half of the training images.
+    """
+
+    command: ClassVar[str] = "cenet detect train"
+
+    backbone: Backbone = "ceresnet50"
+    detector: Detector = "mask_rcnn"
+    setting: Setting = "frozen"
+    trainable_layers: int = 3
+    channels: tuple[int, ...] = (64, 128, 256, 512)
+    small: bool = False
+    dataset: Dataset = "coco"
+    min_sizes: tuple[int, ...] = (800,)
+    max_size: int = 1333
+    flip: bool = True
+    epochs: int = 24
+    batch_size: int = 2
+    lr: float = 0.02
+    lr_batch: int = 16
+    schedule: Schedule = "step"
+    milestones: tuple[int, ...] = (16, 22)
+    warmup_epochs: float = 0.07  # 500 updates on COCO
+    precision: Precision = "float32"
+
+    def ranges(self) -> Ranges:
+        """See `Course`."""
+        return (*RANGES, ("trainable_layers", 0, 5), ("max_size", 32, INFINITY))
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot be trained with."""
+        super().__post_init__()
+        if not self.min_sizes or min(self.min_sizes) < 32 or max(self.min_sizes) > self.max_size:
+            raise ValueError(
+                f"min_sizes={self.min_sizes!r} must be lengths from 32 to max_size={self.max_size}"
+            )
+        if len(self.channels) != 4 or min(self.channels) < 16:
+            raise ValueError(f"channels={self.channels!r} must be four numbers, at least 16")
+
+
+_COCO = DetectionRecipe()
+_SHAPES = DetectionRecipe(
+    backbone="ceresnet18",
+    setting="scratch",
+    trainable_layers=5,
+    channels=(32, 48, 64, 96),
+    small=True,
+    dataset="shapes",
+    min_sizes=(96,),
+    max_size=160,
+    epochs=10,
+    batch_size=8,
+    lr=0.05,
+    lr_batch=8,
+    schedule="cosine",
+    warmup_epochs=1.0,
+    clip_grad=10.0,
+)
+_ROWS: dict[str, dict[str, Any]] = {
+    "resnet50_plain": {"backbone": "resnet50"},
+    "resnet50_ce": {"backbone": "ceresnet50"},
+    "resnet50_syncce": {"backbone": "ceresnet50", "setting": "synchronized"},
+    "resnet101_plain": {"backbone": "resnet101"},
+    "resnet101_ce": {"backbone": "ceresnet101"},
+    "resnet101_syncce": {"backbone": "ceresnet101", "setting": "synchronized"},
+}
+RECIPES = {
+    **{name: replace(_COCO, **changes) for name, changes in _ROWS.items()},
+    "shapes": _SHAPES,
+    "shapes_plain": replace(_SHAPES, backbone="resnet18"),
+}
+
+
+def find_recipe(name: str) -> DetectionRecipe:
+    """The recipe of this name; ValueError with the nearest names if there is none."""
+    if name not in RECIPES:
+        raise ValueError(
+            f"{name!r} is not a detection recipe{nearest(name, RECIPES)}; use one of "
+            f"{', '.join(RECIPES)}"
+        )
+    return RECIPES[name]

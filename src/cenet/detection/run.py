@@ -1,0 +1,108 @@
+"""A detection recipe from beginning to end, and what its network finds afterwards."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+import cenet.train.processes as processes
+import cenet.train.saving as saving
+import cenet.train.snapshot as snapshot
+from cenet.detection.data import SceneSplit, load
+from cenet.detection.engine import DetectionOptions, DetectionTrainer, build_detector
+from cenet.detection.evaluation import Scores, evaluate, predict
+from cenet.detection.page import Drawing, draw, write_page
+from cenet.detection.recipes import DetectionRecipe
+from cenet.train.logbook import METRICS, read_metrics, read_run
+from cenet.train.loop import Loop
+from cenet.train.run import Device, carry_out
+from cenet.train.weights import read_weights
+
+PAGE = "detection.html"
+
+
+@dataclass(frozen=True)
+class DetectionJob:
+    """A recipe, and where it runs.
+
+    Attributes:
+        recipe: what moves a number.
+        options: what does not.
+        data: folder as COCO has it: annotations/instances_train2017.json with train2017/, and the
+            same of val2017; or instances.json with images/, to train and test on. Shapes need none.
+        checkpoint: weights of the backbone as a classifier; a run of `cenet train` leaves them in
+            weights.safetensors.
+        device: cpu, cuda, or auto for cuda where there is one.
+    """
+
+    recipe: DetectionRecipe
+    options: DetectionOptions = field(default_factory=lambda: DetectionOptions(Path("runs/run")))
+    data: Path | None = None
+    checkpoint: Path | None = None
+    device: Device = "auto"
+
+
+def train(job: DetectionJob) -> dict[str, Any]:
+    """Run a job, alone or as one of torchrun's processes, and return the last row of metrics.
+
+    Raises:
+        ValueError: the data, the checkpoint or the device are not what the job needs.
+        Interrupted, NonFiniteLoss: see `Loop.run`.
+    """
+    untrained = job.checkpoint is None and not saving.checkpoints(job.options.out)
+    if job.recipe.setting != "scratch" and untrained:
+        raise ValueError(
+            f"setting={job.recipe.setting} keeps parts of the backbone as they are, and they are "
+            "untrained; pass a classifier's weights by --checkpoint FILE, or train everything by "
+            "--setting scratch --trainable-layers 5"
+        )
+
+    def build(own: processes.Processes) -> Loop:
+        data = load(job.recipe, job.data)
+        if own.is_first:
+            reports = dict.fromkeys(part.report() for part in data)  # they may be the same
+            print(*reports, sep="\n", flush=True)
+        return DetectionTrainer(job.recipe, data, job.options, own, job.checkpoint)
+
+    return carry_out(build, job.options, job.device)
+
+
+def load_detector(run: Path) -> nn.Module:
+    """The network of a run of `cenet detect train`, in evaluation mode on the CPU."""
+    recipe, inputs = read_run(run, DetectionRecipe)
+    network = build_detector(recipe, inputs)
+    snapshot.load_module_(network, read_weights(run)[0])
+    return network.eval()
+
+
+def evaluate_run(run: Path, data: Path | None = None, device: Device = "auto") -> Scores:
+    """Average precision of a run: of its final weights, or of its newest checkpoint."""
+    own = processes.start(device)
+    try:
+        network = load_detector(run).to(own.device)
+        return evaluate(network, _data_of(run, data).test, own)
+    finally:
+        processes.finish()
+
+
+def show_run(
+    run: Path, data: Path | None = None, device: Device = "auto", *, images: int = 8
+) -> Path:
+    """Write a page of a run: curves, average precision, and what is found on some test images."""
+    own = processes.start(device)
+    network = load_detector(run).to(own.device)
+    scenes = _data_of(run, data).test
+    indices = list(range(min(images, len(scenes.images))))
+    found = predict(network, scenes, indices, device=own.device, workers=0)
+    drawings: list[Drawing] = [draw(scenes, index, found) for index in indices]
+    return write_page(run / PAGE, run.name, read_metrics(run / METRICS), drawings)
+
+
+def _data_of(run: Path, data: Path | None) -> SceneSplit:
+    recipe, inputs = read_run(run, DetectionRecipe)
+    split = load(recipe, data)
+    if split.test.classes != inputs.classes:
+        differ = sorted({*split.test.classes} ^ {*inputs.classes})
+        raise ValueError(f"{run} was trained on other classes than {data} has: {differ}")
+    return split
