@@ -27,7 +27,7 @@ from cenet.train.logbook import METRICS, read_metrics
 from cenet.train.options import Options
 from cenet.train.run import Job, train
 
-WEIGHT_DECAY = 0.025
+WEIGHT_DECAY = 0.04
 WARM_UP_EPOCHS = 5.0
 ROWS = {"BN": "digits_plain", "BN+CE": "digits_ce"}
 HALF = 5  # place of the ratio 0.5 in an ablation curve
