@@ -297,10 +297,10 @@ def test_crowds_are_forgiven_and_second_finds_are_not():
 
 
 def test_masks_are_judged_by_their_pixels():
-    given = truth(box(0, 0, 100, 100, 0))
+    given = truth(box(20, 30, 100, 100, 0))
     masks = torch.zeros(1, 1, 200, 200)
-    masks[:, :, :78, :100] = 0.6
-    output = {"boxes": torch.tensor([[0.0, 0, 100, 100]]), "labels": torch.tensor([1]),
+    masks[:, :, 30:108, 20:120] = 0.6
+    output = {"boxes": torch.tensor([[20.0, 30, 120, 130]]), "labels": torch.tensor([1]),
               "scores": torch.tensor([0.9]), "masks": masks}  # fmt: skip
     found = _results(1, output, {1: 3})
     numbers = score(given, found, ("box", "mask"))
