@@ -5,8 +5,34 @@ Without a GPU, Triton's interpreter runs the kernels: to be asked for before tri
 
 import os
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture
+def one_thread():
+    """Runs set the number of threads; put it back."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def files_folder(tmp_path_factory):
+    """A few digits as image files."""
+    from _training import write_digits
+
+    return write_digits(tmp_path_factory.mktemp("files"))
+
+
+@pytest.fixture(scope="module")
+def few_files(files_folder):
+    """The same, found."""
+    from cenet.train.data import image_folders
+
+    return image_folders(files_folder, 16, resident=False)

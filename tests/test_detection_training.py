@@ -15,6 +15,7 @@ from PIL import Image
 
 import cenet.detection.data as data_module
 from _detection import TINY, batch, few_shapes, small_detector
+from _training import assert_same_run, call, metrics, stop_at
 from cenet.detection.data import SceneSplit, scenes
 from cenet.detection.engine import DetectionOptions, DetectionTrainer
 from cenet.detection.run import evaluate_run
@@ -23,7 +24,6 @@ from cenet.train.diagnosis import NonFiniteLoss
 from cenet.train.loop import Interrupted
 from cenet.train.processes import Processes
 from test_scaling_out import torchrun
-from test_training import assert_same_run, call, metrics, stop_at
 
 ALONE = Processes(0, 1, torch.device("cpu"))
 

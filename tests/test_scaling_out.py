@@ -14,11 +14,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from _distributed import run
+from _training import assert_same_run, metrics
 from cenet.models import create_model
 from cenet.nn import ce_layers
 from cenet.train import saving
 from cenet.train.run import evaluate_run
-from test_training import assert_same_run, metrics
 
 pytestmark = pytest.mark.slow
 SMALL = ("--epochs", "2", "--batch-size", "64", "--device", "cpu", "--checkpoint-every", "2")

@@ -1,0 +1,239 @@
+"""Interrupted and resumed runs equal uninterrupted ones."""
+
+import csv
+import errno
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+
+from _training import ALONE, TINY, VARIATIONS, assert_same_run, call, few_digits, stop_at, trainer
+from cenet.train import saving, snapshot
+from cenet.train.engine import Trainer
+from cenet.train.loop import Interrupted
+from cenet.train.options import Options
+from cenet.train.processes import Processes
+from cenet.train.run import Job, train
+from cenet.train.weights import WEIGHTS
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("name", VARIATIONS)
+def test_an_interrupted_run_equals_an_uninterrupted_one(name, tmp_path):
+    recipe = replace(TINY, **VARIATIONS[name])
+    whole = trainer(recipe, tmp_path / "whole", few_digits())
+    whole.run()
+    updates = whole.position.updates
+    for update in random.Random(name).sample(range(1, updates), 2):
+        out = tmp_path / f"at {update}"
+        first = trainer(recipe, out, few_digits())
+        stop_at(first, update)
+        with pytest.raises(Interrupted):
+            first.run()
+        assert saving.newest(out)[2]["position"]["updates"] == update
+        torch.manual_seed(99)  # nothing of this process may matter
+        second = trainer(recipe, out, few_digits())
+        assert "resuming from step-" in second.resume()
+        second.run()
+        assert_same_run(tmp_path / "whole", out)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_interrupted_run_over_files(workers, few_files, tmp_path):
+    recipe = replace(TINY, augment="imagenet", image_size=16, dataset="imagenet")
+    trainer(recipe, tmp_path / "whole", few_files, workers=0).run()
+    first = trainer(recipe, tmp_path / "cut", few_files, workers=workers)
+    stop_at(first, 2)
+    with pytest.raises(Interrupted):
+        first.run()
+    second = trainer(recipe, tmp_path / "cut", few_files, workers=workers)
+    second.resume()
+    second.run()
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_only_one_run_writes_to_a_folder(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from cenet.train.claims import claimed\n"
+        "with claimed(Path(sys.argv[1])): print('mine', flush=True); input()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], **pipes) as other:
+        assert other.stdout.readline() == "mine\n"
+        with pytest.raises(ValueError, match="another process is writing to"):
+            train(Job(TINY, Options(tmp_path), device="cpu"))
+        other.kill()
+    assert train(Job(replace(TINY, epochs=1, batch_size=256), Options(tmp_path), device="cpu"))
+
+
+def test_a_signal_to_workers_too_is_saved(files_folder, tmp_path):
+    """Managers of clusters signal every process of a job."""
+    arguments = ["train", "digits_ce", "--dataset", "cifar10", "--image-size", "16", "--out"]
+    arguments += [str(tmp_path / "run"), "--data", str(files_folder), "--device", "cpu"]
+    arguments += ["--epochs", "500", "--batch-size", "4", "--workers", "2", "--warmup-epochs", "0"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cenet", *arguments], start_new_session=True,
+    )  # fmt: skip
+    while process.poll() is None and not saving.checkpoints(tmp_path / "run"):
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.wait(60) == 75
+
+
+def test_a_test_image_that_cannot_be_read_does_not_cost_the_epoch(files_folder, tmp_path):
+    root = tmp_path / "data"
+    shutil.copytree(files_folder, root)
+    (root / "test" / "3" / "x.png").write_bytes(b"no image")
+    recipe = replace(TINY, dataset="cifar10", image_size=16, epochs=1, augment="none")
+    for workers in (0, 2):
+        out = tmp_path / str(workers)
+        with pytest.raises(ValueError, match=r"^.*3/x.png is not an image that can be read: .*$"):
+            train(Job(recipe, Options(out, workers=workers), root, device="cpu"))
+        position = saving.newest(out)[2]["position"]
+        assert (position["epoch"], position["updates"]) == (0, position["step"])
+        assert position["updates"] > 0
+    Image.new("L", (20, 18), 60).save(root / "test" / "3" / "x.png")
+    options = Options(out, workers=0, resume="auto")
+    assert train(Job(recipe, options, root, device="cpu"))["epoch"] == 1
+
+
+def test_a_second_interrupt_stops_at_once(tmp_path):
+    engine = trainer(TINY, tmp_path, few_digits())
+    stop_at(engine, 2, signal.SIGINT)
+    with pytest.raises(Interrupted):
+        engine.run()
+    engine = trainer(TINY, tmp_path, few_digits())
+    stop_at(engine, 3, signal.SIGINT)
+    stop_at(engine, 3, signal.SIGINT)  # at the same update, twice
+    with pytest.raises(KeyboardInterrupt):
+        engine.run()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_checkpoints_come_as_often_as_asked_and_two_stay(tmp_path, monkeypatch):
+    written = []
+    real = saving.write
+
+    def noted(path, tensors, facts):
+        written.append(facts["position"]["updates"])
+        real(path, tensors, facts)
+
+    monkeypatch.setattr(saving, "write", noted)
+    trainer(TINY, tmp_path, few_digits(), checkpoint_every=4).run()
+    assert written == [4, 6, 8, 12]  # an epoch has six
+    names = [path.name for path in saving.checkpoints(tmp_path)]
+    assert names == ["step-000000012.safetensors", "step-000000008.safetensors"]
+
+
+def test_a_full_disk_ends_a_run_and_leaves_its_checkpoints(tmp_path, monkeypatch):
+    real = saving.replace_file
+
+    def full(path, content):
+        if path == saving.checkpoint_path(tmp_path, 18):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(path, content)
+
+    monkeypatch.setattr(saving, "replace_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        trainer(replace(TINY, epochs=3), tmp_path, few_digits()).run()
+    assert [int(path.stem[5:]) for path in saving.checkpoints(tmp_path)] == [12, 6]
+    assert saving.newest(tmp_path)[3] == []
+
+
+def test_all_random_number_generators_come_back():
+    def draw():
+        own = (random.gauss(0, 1), numpy.random.randn())  # noqa: NPY002
+        return (*own, torch.rand(()).item())
+
+    draw()  # both Gaussians keep a second number
+    kept = snapshot.chance(ALONE.device)
+    expected = [draw() for _ in range(3)]
+    snapshot.set_chance(ALONE.device, *kept)
+    assert [draw() for _ in range(3)] == expected
+
+
+def test_a_finished_run_stays_finished(tmp_path):
+    job = Job(replace(TINY, epochs=1, batch_size=256), Options(tmp_path, resume="auto"))
+    row = train(job)
+    before = (tmp_path / WEIGHTS).read_bytes()
+    assert train(job) == row
+    assert (tmp_path / WEIGHTS).read_bytes() == before
+
+
+SMALL = ("--epochs", "2", "--batch-size", "128", "--device", "cpu", "--warmup-epochs", "0.5")
+
+
+def test_signals_and_kills_through_the_command_line(tmp_path, monkeypatch, capsys):
+    """SIGTERM saves and exits with 75, SIGKILL loses what came after the last checkpoint; both
+    resume to the same end."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    arguments = ("train", "digits_ce", *SMALL, "--checkpoint-every", "1")
+    call(monkeypatch, *arguments, "--out", str(whole))
+    assert "test top-1" in capsys.readouterr().out
+    resumed = (*arguments, "--out", str(cut), "--resume", "auto")
+    for kind, code in ((signal.SIGTERM, 75), (signal.SIGKILL, -9)):
+        process = subprocess.Popen([sys.executable, "-m", "cenet", *resumed])
+        before = {path.name for path in saving.checkpoints(cut)}
+        while process.poll() is None and {p.name for p in saving.checkpoints(cut)} <= before:
+            time.sleep(0.005)
+        process.send_signal(kind)
+        assert process.wait(timeout=60) == code
+    call(monkeypatch, *resumed)
+    assert "resuming from step-" in capsys.readouterr().out
+    assert_same_run(whole, cut)
+    call(monkeypatch, "eval", str(cut), "--device", "cpu")
+    assert "test_top1 " in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+def test_an_interrupted_run_of_cuda_graphs_goes_on(tmp_path):
+    device = Processes(0, 1, torch.device("cuda", 0))
+
+    def trainer(name, epochs):
+        options = Options(tmp_path / name, resume="auto", cuda_graphs=True)
+        return Trainer(replace(TINY, epochs=epochs), few_digits(), options, device)
+
+    whole = trainer("whole", 3)
+    whole.run()
+    half = trainer("half", 3)
+    half.recipe = replace(TINY, epochs=2)
+    half.run()
+    half.recipe = replace(TINY, epochs=3)
+    half.save()
+    rest = trainer("half", 3)
+    assert rest.resume()
+    rest.run()
+    last, expected = rest.logbook.rows[-1], whole.logbook.rows[-1]
+    # cuDNN adds in any order, and few images make the most of it
+    assert last["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-2)
+
+
+def test_channels_are_watched_without_a_trace_and_resumed(tmp_path):
+    options = {"monitor_every": 2}
+    data = few_digits()
+    trainer(TINY, tmp_path / "plain", data).run()
+    trainer(TINY, tmp_path / "whole", data, **options).run()
+    assert_same_run(tmp_path / "plain", tmp_path / "whole")
+    first = trainer(TINY, tmp_path / "cut", data, checkpoint_every=2, **options)
+    stop_at(first, 5)
+    with pytest.raises(Interrupted):
+        first.run()
+    second = trainer(TINY, tmp_path / "cut", data, **options)
+    second.resume()
+    second.run()
+    whole, cut = ((tmp_path / name / "channels.csv").read_text() for name in ("whole", "cut"))
+    assert whole == cut
+    rows = list(csv.DictReader(whole.splitlines()))
+    assert len({row["layer"] for row in rows}) == 6
+    assert sorted({int(row["step"]) for row in rows}) == [0, 2, 4, 6, 8, 10]
+    assert all(0 <= float(row["lambda"]) <= 1 for row in rows)
