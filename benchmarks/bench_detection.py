@@ -60,7 +60,7 @@ def stepper(
     trainer = DetectionTrainer(recipe, data, options, Processes(0, 1, device))
     trainer.network.train()
     source = trainer.batches(0, 0)
-    batches = [next(source) for _ in range(8)]
+    batches = [next(source) for _ in range(min(8, trainer.shard.steps))]
     place = 0
 
     def step() -> None:
@@ -121,10 +121,9 @@ def main() -> None:
 
 def overfit(args: argparse.Namespace, device: torch.device) -> None:
     for name, backbone in BACKBONES.items():
-        milestones = (args.epochs * 2 // 3, args.epochs * 11 // 12)
         recipe = recipe_of(
             args, backbone, setting="scratch", trainable_layers=5, epochs=args.epochs, lr=args.lr,
-            milestones=milestones, warmup_epochs=args.epochs / 20, clip_grad=10.0,
+            schedule="cosine", warmup_epochs=args.epochs / 20, clip_grad=10.0,
         )  # fmt: skip
         out = args.runs / f"overfit_{name}"
         options = DetectionOptions(

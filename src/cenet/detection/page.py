@@ -14,6 +14,7 @@ from cenet.detection.annotations import Record
 from cenet.detection.data import Scenes, outline_mask
 from cenet.train.saving import replace_file
 
+LEAST = 256  # pixels of the shorter side of what is drawn
 CERTAIN = 0.5  # predictions with less are not drawn
 COLOURS = ("#e4572e", "#17bebb", "#ffc914", "#76b041", "#9b5de5", "#2e86ab", "#f15bb5", "#8d99ae")
 WIDTH, HEIGHT = 640, 200  # of a curve
@@ -49,16 +50,19 @@ def draw(scenes: Scenes, index: int, found: list[Record]) -> Drawing:
 
 
 def _drawn(image: Tensor, objects: list[Record], scenes: Scenes) -> Tensor:
+    factor = max(1, LEAST // min(image.shape[1:]))
+    image = image.repeat_interleave(factor, 1).repeat_interleave(factor, 2)
     if not objects:
         return image
     height, width = image.shape[1:]
     labels = [scenes.labels[record["category_id"]] for record in objects]
     colours: Any = [COLOURS[label % len(COLOURS)] for label in labels]
-    boxes = torch.tensor([record["bbox"] for record in objects])
+    boxes = factor * torch.tensor([record["bbox"] for record in objects])
     boxes = torch.cat([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], 1)
     outlines = [record.get("segmentation") for record in objects]
     if all(outlines):
-        masks = torch.stack([outline_mask(each, height, width, (1.0, 1.0)) for each in outlines])
+        scale = (float(factor), float(factor))
+        masks = torch.stack([outline_mask(each, height, width, scale) for each in outlines])
         image = draw_segmentation_masks(image, masks.bool(), alpha=0.45, colors=colours)
     names = [
         scenes.classes[label - 1] + (f" {record['score']:.2f}" if "score" in record else "")
