@@ -69,7 +69,7 @@ def accuracies(found: Study, compared: Sequence[tuple[str, str, str, float]]) ->
     for network, label, recipe, paper in compared:
         runs = found.repeats(recipe)
         row = {"network": network, "row": label, **mean_and_range("top1", [r.top1 for r in runs])}
-        row |= {"top5": fmean(run.top5 for run in runs), "paper_top1": paper, "n": len(runs)}
+        row |= {"top5": fmean(run.top5 for run in runs), "paper_top1": paper / 100, "n": len(runs)}
         rows.append(row)
     found.write(rows)
 

@@ -144,6 +144,11 @@ class Study:
 
     def write(self, rows: Sequence[dict[str, Any]], figure: Figure | None = None) -> None:
         """Write OUT/NAME.csv and, with a figure, OUT/NAME.svg; print the rows."""
+        if self.smoke:  # nothing to set beside the paper
+            rows = [
+                {"scale": "smoke", **{k: v for k, v in row.items() if "paper" not in k}}
+                for row in rows
+            ]
         self.out.mkdir(parents=True, exist_ok=True)
         table = self.out / f"{self.name}.csv"
         with table.open("w", newline="") as file:

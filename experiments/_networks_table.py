@@ -37,7 +37,7 @@ def networks_table(found: Study, compared: Sequence[tuple[str, str, float, float
         rows.append(
             {
                 "network": network, "row": block, "top1": run.top1, "top5": run.top5,
-                "paper_top1": paper_top1, "gflops": counted.get(block, ""),
+                "paper_top1": paper_top1 / 100, "gflops": counted.get(block, ""),
                 "paper_gflops": paper_gflops, f"time_{device}": ratios[network][TIMED[block]],
             }
         )  # fmt: skip

@@ -54,7 +54,7 @@ def main() -> None:
     for name, box, mask in SMOKE if smoke else ROWS:
         last = _last_row(name, found, smoke=smoke)
         rows.append({"row": name, **{k: v for k, v in last.items() if "ap" in k.lower()},
-                     "paper_box": box, "paper_mask": mask})  # fmt: skip
+                     "paper_box_ap": box and box / 100, "paper_mask_ap": mask and mask / 100})  # fmt: skip
     Study(
         "table3_detection", smoke, found.data, found.runs, found.out, found.device, None, 1
     ).write(rows)

@@ -27,7 +27,7 @@ def main() -> None:
         channels = sum(layer.channels for layer in layers)
         share = sum(layer.channels * layer.beta.share_nonpositive for layer in layers) / channels
         rows.append({"row": label, "channels": channels, "beta_nonpositive": share,
-                     "paper_percent": paper})  # fmt: skip
+                     "paper": paper / 100})  # fmt: skip
     found.write(rows)
 
 

@@ -20,7 +20,7 @@ def main() -> None:
     for label, position, paper in ROWS:
         place = {} if found.smoke else {"ce_position": position}
         run = found.run("resnet50_ce", **place)
-        rows.append({"row": label, "top1": run.top1, "top5": run.top5, "paper_top1": paper})
+        rows.append({"row": label, "top1": run.top1, "top5": run.top5, "paper_top1": paper / 100})
     found.write(rows)
 
 

@@ -170,7 +170,7 @@ def diagnose(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     layer: str | None = None,
     ablation_images: int = 128,
-    out: Path = Path("diagnosis"),
+    out: Path | None = None,
 ) -> None:
     """Say which channels of a network are asleep, how redundant the others are, and what it costs.
 
@@ -185,11 +185,13 @@ def diagnose(
         device: where to run; auto takes cuda where there is one.
         layer: to ablate, by its name or that of the norm before it; by default as in the paper.
         ablation_images: how many labelled images the ablation uses, 0 to leave it out.
-        out: folder for diagnosis.json and the page diagnosis.html.
+        out: folder for diagnosis.json and the page diagnosis.html; by default that of the run,
+            where `cenet report` finds it, or `diagnosis`.
     """
     from cenet.analysis.command import run
     from cenet.report import write_diagnosis_page
 
+    out = out or (Path(model) if Path(model).is_dir() else Path("diagnosis"))
     try:
         found = run(
             model, data, out, checkpoint=checkpoint, limit=limit, size=size, batch=batch,

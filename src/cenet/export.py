@@ -13,6 +13,8 @@ from cenet.folding import fold_ce
 from cenet.nn import NormCE2d, ce_layers
 from cenet.nn.norms import is_batch_norm
 
+LONGEST = 300  # letters of a list of keys in a message
+
 
 def load_weights_(model: nn.Module, checkpoint: str | Path) -> None:
     """Load a checkpoint file of this very network, in place.
@@ -27,7 +29,9 @@ def load_weights_(model: nn.Module, checkpoint: str | Path) -> None:
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
-        raise ValueError(f"{checkpoint} does not fit {type(model).__name__}: {error}") from error
+        lines = str(error).splitlines()
+        reason = " ".join(line.strip()[:LONGEST] for line in lines)
+        raise ValueError(f"{checkpoint} does not fit {type(model).__name__}: {reason}") from error
 
 
 def load_network(name: str, checkpoint: Path) -> Any:

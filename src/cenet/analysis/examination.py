@@ -80,6 +80,12 @@ def diagnose(
                 f"{type(network).__name__} applies no activation to feature maps of more than one "
                 "pixel; are the images too small, or is it no convolutional network?"
             )
+        for name, seen_of in recorder.layers.items():
+            if not bool(seen_of.mean_abs.isfinite().all()):
+                raise ValueError(
+                    f"layer {name} gives values that are not finite on these images: the weights "
+                    "or the images hold NaN or infinity, or the network overflows"
+                )
         target = find_layer(network, recorder.sites, layer)
         ablation, importance = _ablate(network, sample, target, tell)
     sites = _sites(network)
@@ -151,9 +157,7 @@ def _run(
     device = next((p.device for p in network.parameters()), torch.device("cpu"))
     recorder, sample, seen = Recorder(network), Sample(sample_size), _Seen()
     for batch in loader:
-        images, labels = batch if isinstance(batch, tuple | list) else (batch, None)
-        if images.dim() != 4:
-            raise ValueError(f"expected images (N, C, H, W), got shape {tuple(images.shape)}")
+        images, labels = _parts(batch)
         if not len(images):
             continue
         images = images.to(device, non_blocking=True)
@@ -167,6 +171,22 @@ def _run(
     if not seen.images:
         raise ValueError("there are no images to show to the network")
     return recorder, sample, seen
+
+
+def _parts(batch: Any) -> tuple[Tensor, Tensor | None]:
+    """Images and labels of a batch; ValueError if it is none."""
+    pair = isinstance(batch, tuple | list) and len(batch) == 2
+    images, labels = batch if pair else (batch, None)
+    if not isinstance(images, Tensor) or not isinstance(labels, Tensor | None):
+        raise ValueError(
+            "batches must be images, or pairs of images and labels, as tensors; got "
+            f"{type(batch).__name__}"
+        )
+    if images.dim() != 4:
+        raise ValueError(f"expected images (N, C, H, W), got shape {tuple(images.shape)}")
+    if labels is not None and labels.shape != (len(images),):
+        raise ValueError(f"{len(images)} images have labels of shape {tuple(labels.shape)}")
+    return images, labels
 
 
 def find_layer(model: nn.Module, sites: dict[str, Site], wanted: str | None) -> str:

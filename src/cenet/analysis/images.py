@@ -11,6 +11,7 @@ from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from cenet.analysis.diagnosis import Skipped
+from cenet.train.data import eight_bits
 
 READERS = 4  # threads
 
@@ -38,12 +39,13 @@ def find_images(folder: Path, limit: int | None = None) -> Found:
     """
     if not folder.is_dir():
         raise ValueError(f"--data {folder} is not a folder")
-    if (folder / "train").is_dir():
-        tests = (folder / name for name in ("test", "val") if (folder / name).is_dir())
-        folder = next(tests, folder)
+    if set(_folders(folder)) <= {"train", "test", "val"}:
+        parts = (folder / name for name in ("test", "val"))
+        folder = next((part for part in parts if part.is_dir()), folder)
     # links to folders are followed, which Path.rglob does not do
     walk = os.walk(folder, followlinks=True)
     files = sorted(Path(place, name) for place, _, names in walk for name in names)
+    files = [path for path in files if not _is_hidden(path.relative_to(folder))]
     paths = [path for path in files if path.suffix.lower() in IMG_EXTENSIONS]
     if not paths:
         raise ValueError(f"{folder} has no image files ({', '.join(IMG_EXTENSIONS)})")
@@ -51,7 +53,7 @@ def find_images(folder: Path, limit: int | None = None) -> Found:
     skipped = [Skipped(str(path), "not an image file") for path in others]
     classes: list[str] = []
     if any(path.parent != folder for path in paths):
-        classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+        classes = _folders(folder)
         stray = [path for path in paths if path.parent == folder]
         skipped += [Skipped(str(path), "outside the class folders") for path in stray]
         paths = [path for path in paths if path.parent != folder]
@@ -62,6 +64,19 @@ def find_images(folder: Path, limit: int | None = None) -> Found:
         return Found(paths, None, None, skipped)
     labels = [path.relative_to(folder).parts[0] for path in paths]
     return Found(paths, labels, tuple(classes), skipped)
+
+
+def _folders(folder: Path) -> list[str]:
+    return sorted(
+        entry.name
+        for entry in folder.iterdir()
+        if entry.is_dir() and not entry.name.startswith(".")
+    )
+
+
+def _is_hidden(path: Path) -> bool:
+    """Whether it is something that other programs left behind, as .ipynb_checkpoints."""
+    return any(part.startswith(".") for part in path.parts)
 
 
 class ImageStream:
@@ -115,7 +130,7 @@ class ImageStream:
         path = self.paths[place]
         try:
             with Image.open(path) as image:
-                return self.transform(image.convert("RGB"))
+                return self.transform(eight_bits(image).convert("RGB"))
         except Exception as error:  # decoders raise many kinds on damaged bytes
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             return Skipped(str(path), reason.replace(str(path), "the file"))

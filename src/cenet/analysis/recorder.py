@@ -58,11 +58,14 @@ class Recorder(ActivationWatch):
     def sum_over_processes_(self, device: torch.device | str = "cpu") -> None:
         """Give all processes of the default group what each has seen, as one.
 
-        A collective: every process calls it, with images or without.
+        A collective: every process calls it, with images or without. One process alone has nothing
+        to sum.
 
         Args:
             device: what the backend of the group sums on: "cuda" for NCCL.
         """
+        if not dist.is_initialized():
+            return
         known: list[Any] = [None] * dist.get_world_size()
         own = {name: (self.sites[name], self.layers[name].size) for name in self.layers}
         dist.all_gather_object(known, own)

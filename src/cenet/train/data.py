@@ -176,12 +176,12 @@ def read_image(path: Path) -> Any:
 
     try:
         with Image.open(path) as image:
-            return _eight_bits(image).convert("RGB")
+            return eight_bits(image).convert("RGB")
     except (OSError, SyntaxError, ValueError) as error:
         raise ValueError(f"{path} is not an image that can be read: {error}") from error
 
 
-def _eight_bits(image: Any) -> Any:
+def eight_bits(image: Any) -> Any:
     """An image whose values are 0 to 255; Pillow's own conversion clips larger ones."""
     from PIL import Image
 
