@@ -242,7 +242,7 @@ def test_shapes_are_found_from_scratch(recipe, tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     call(monkeypatch, "detect", "eval", str(out), "--device", "cpu")
     said = capsys.readouterr().out
-    at_half = re.findall(r"IoU=0.50 +\| area= +all \| maxDets=100 \] = ([\d.]+)", said)
+    at_half = re.findall(r"\(AP\) @\[ IoU=0.50 +\| area= +all \| maxDets=100 \] = ([\d.]+)", said)
     assert len(at_half) == 2  # boxes and masks
     assert all(float(value) > 0.5 for value in at_half)
 

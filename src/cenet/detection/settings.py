@@ -8,8 +8,8 @@ from torchvision.ops import FrozenBatchNorm2d
 
 from cenet import functional as F
 from cenet.nn import NormCE2d, ce_layers, convert_sync_ce
-from cenet.nn.norms import BATCH_NORMS, affine, ranks_of, synchronizes
-from cenet.nn.ranks import gather
+from cenet.nn.norms import BATCH_NORMS, affine, uses_batch_statistics
+from cenet.nn.ranks import SyncGroup, gather
 from cenet.nn.statistics import Layout, merge, message
 
 Setting = Literal["frozen", "synchronized", "scratch"]
@@ -61,13 +61,13 @@ def apply_setting_(body: nn.Module, setting: Setting, trainable_layers: int = 3)
         convert_sync_ce(body)
 
 
-class SyncBatchNorm2d(nn.SyncBatchNorm):
-    """torch's SyncBatchNorm, which also works between processes on a CPU."""
+class SyncBatchNorm2d(nn.BatchNorm2d):
+    """Batch norm over the batches of all ranks, on any device; torch's own is for GPUs alone."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize by the batches of all ranks in training."""
-        ranks = ranks_of(self)
-        if x.is_cuda or ranks is None or not synchronizes(self):
+        ranks = SyncGroup().ranks()
+        if ranks is None or not uses_batch_statistics(self):
             y: Tensor = super().forward(x)
             return y
         values = x.to(F.statistics_dtype(x))
