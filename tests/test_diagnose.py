@@ -3,6 +3,7 @@
 import gc
 import json
 import resource
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -186,14 +187,43 @@ def test_what_cannot_be_diagnosed():
 def test_numbers_are_finite_or_null(tmp_path):
     model = Planted(torch.randn(4, 3))
     with torch.no_grad():
-        model.conv.bias[1] = torch.nan
+        model.conv.weight[1] = 0  # constant: it correlates with nothing
     found = cenet.diagnose(model, [images()])
     found.write(tmp_path / "diagnosis.json")
     text = (tmp_path / "diagnosis.json").read_text()
     assert "NaN" not in text
-    read = Diagnosis.read(tmp_path / "diagnosis.json")
-    assert read.layers[0].mean_abs[1] is None
-    assert read.matrices[0].values[1][0] is None
+    assert Diagnosis.read(tmp_path / "diagnosis.json").matrices[0].values[1][0] is None
+    # a network that diverged must not look healthy
+    with torch.no_grad():
+        model.conv.bias[1] = torch.nan
+    with pytest.raises(ValueError, match="layer act gives values that are not finite"):
+        cenet.diagnose(model, [images()])
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (
+            {"image": images()},
+            "must be images, or pairs of images and labels, as tensors; got dict",
+        ),
+        ((images(), torch.zeros(3)), r"images have labels of shape \(3,\)"),
+        (images()[0], r"expected images \(N, C, H, W\)"),
+    ],
+)
+def test_batches_that_are_none(batch, message):
+    with pytest.raises(ValueError, match=message):
+        cenet.diagnose(Planted(torch.randn(4, 3)), [batch])
+
+
+def test_hidden_folders_and_a_folder_of_test_images_alone(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "x" / "test")
+    expected = find_images(folder)
+    hidden = tmp_path / "x" / "test" / ".ipynb_checkpoints"
+    shutil.copytree(folder / "class0", hidden)
+    found = find_images(tmp_path / "x")
+    assert found.classes == expected.classes == ("class0", "class1", "class2")
+    assert len(found.paths) == len(expected.paths)
 
 
 @pytest.mark.parametrize(

@@ -28,13 +28,13 @@ from cenet.train.options import Options
 from cenet.train.run import Job, train
 
 WEIGHT_DECAY = 0.04
-WARM_UP_EPOCHS = 5.0
+EPOCHS = 40
 ROWS = {"BN": "digits_plain", "BN+CE": "digits_ce"}
 HALF = 5  # place of the ratio 0.5 in an ablation curve
 Number = Callable[[Diagnosis], float]
 
 
-def run_demo(out: Path, epochs: int = 40, seeds: int = 3) -> dict[str, list[Diagnosis]]:
+def run_demo(out: Path, epochs: int = EPOCHS, seeds: int = 3) -> dict[str, list[Diagnosis]]:
     """Train both networks once per seed, examine them, print a table and write a page.
 
     Args:
@@ -62,7 +62,7 @@ def run_demo(out: Path, epochs: int = 40, seeds: int = 3) -> dict[str, list[Diag
 
 def _job(out: Path, row: str, seed: int, epochs: int) -> Job:
     recipe = replace(
-        RECIPES[ROWS[row]], weight_decay=WEIGHT_DECAY, warmup_epochs=WARM_UP_EPOCHS,
+        RECIPES[ROWS[row]], weight_decay=WEIGHT_DECAY, warmup_epochs=epochs / 8,
         epochs=epochs, seed=seed, accuracy=None,
     )  # fmt: skip
     return Job(recipe, Options(out / f"{row}-seed{seed}", resume="auto"), device="cpu")
