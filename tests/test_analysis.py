@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import cenet
+import cenet.analysis.statistics as statistics
 import cenet.analysis.watching as watching
 import cenet.models  # registers its networks with timm
 from _distributed import run as run_ranks
@@ -160,6 +161,44 @@ def test_streaming_a_network_and_merging_recorders():
             for field in ("mean_abs", "magnitude", "mean", "covariance"):
                 actual = getattr(other.layers[name], field)
                 assert relative(actual, getattr(layer, field)) < TOLERANCE, (name, field)
+
+
+def test_an_empty_recorder_takes_in_all_layers_of_another():
+    model = Tangled().eval()
+    seen, empty = record(model, images()), Recorder(model)
+    empty.merge(seen)
+    assert list(empty.layers) == list(seen.layers)
+    assert empty.sites == seen.sites
+    assert torch.equal(empty.layers["gelu"].mean_abs, seen.layers["gelu"].mean_abs)
+
+
+def test_batches_that_are_taken_in_parts_count_whole(monkeypatch):
+    x = images(7, 6, channels=5)
+    whole, parts = LayerStatistics.empty(5, (6, 6)), LayerStatistics.empty(5, (6, 6))
+    for found, chunk in ((whole, 2**23), (parts, 2 * 5 * 6 * 6)):
+        monkeypatch.setattr(statistics, "CHUNK", chunk)
+        found.see_before(x)
+        found.see_after(x)
+    assert whole.pixels == parts.pixels == 7 * 36
+    for field in ("mean_abs", "magnitude", "mean", "covariance"):
+        assert relative(getattr(parts, field), getattr(whole, field)) < TOLERANCE
+
+
+class Turned(nn.Module):
+    """Channels that are scaled, shifted and turned between norm and activation."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn, self.act = nn.BatchNorm2d(5), nn.ReLU6()
+
+    def forward(self, x):
+        return self.act(((self.bn(x) - 1) / 2).transpose(1, 3))
+
+
+def test_channels_are_followed_through_arithmetic_and_transposition():
+    recorder = record(Turned().eval(), images(4, 6, channels=5))
+    (site,) = recorder.sites.values()
+    assert site == ("act", "relu6", ("bn",), None, 3, 5)
 
 
 def test_sharded_over_processes_equals_one():

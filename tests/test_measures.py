@@ -20,12 +20,18 @@ from cenet.analysis import (
     first_layers_ratio,
     gini,
     gradcam,
+    inhibited_ratio,
     mixing_ratio,
     weight_statistics,
 )
 from cenet.analysis.sample import Sample
 
 TOLERANCE = 1e-6
+
+
+def test_a_channel_at_the_threshold_is_awake():
+    magnitude = torch.tensor([0.0, 0.0099, 0.01, 1.0], dtype=torch.float64)
+    assert inhibited_ratio(magnitude, 0.01) == 0.5
 
 
 def test_first_six_layers():
@@ -139,6 +145,15 @@ def test_ablation_curve_of_one_carrier():
         place = order.index(3)
         expected = [1.0 if count <= place else 0.5 for count in range(10)]
         assert curve[:, repeat].tolist() == expected
+
+
+def test_a_share_of_channels_is_rounded_to_the_nearest_number():
+    # 0.3 of 6 channels are 2, not 1
+    model, batch = carrier(channels=6), labelled()
+    curve = cumulative_ablation(model, [batch], "act", ratios=[0.3], repeats=20)
+    generator = torch.Generator().manual_seed(0)
+    gone = [3 in torch.randperm(6, generator=generator)[:2].tolist() for _ in range(20)]
+    assert curve[0].tolist() == [0.5 if lost else 1.0 for lost in gone]
 
 
 def test_ablation_equals_zeroing_by_hand():

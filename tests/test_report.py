@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import cenet.report.channels as channels
 from _runs import diagnosis, metrics, write_run
 from cenet.cli import report
 from cenet.report import write_diagnosis_page, write_page
@@ -187,6 +188,31 @@ def test_captions_say_what_the_numbers_say(folder):
     assert "mean and range of 5 draws" in found["ablation"].caption
     alone = figures(build_page(read_sources([folder / "ce"])))
     assert "1 when one matters alone: 0.410." in alone["importance"].caption
+
+
+def test_lower_is_better_for_loss_and_correlation(folder):
+    built = build_page(read_sources([folder / "plain", folder / "ce"]))
+    losses = [min(row["test_loss"] for row in metrics(seed)) for seed in (0, 1)]
+    plain, ce = (f"{loss:.3f}".rstrip("0") for loss in losses)
+    said = figures(built)["loss"].caption.split("lowest of all epochs:")[1]
+    assert plain in said
+    assert ce in said
+    (fact,) = (fact for fact in built.facts if fact.name == "mean correlation")
+    assert [fact.values[run] for run in fact.best] == [min(fact.values, key=float)]
+
+
+def test_maps_at_one_place_share_a_scale(monkeypatch, folder):
+    scales = []
+    monkeypatch.setattr(
+        channels, "heat_map", lambda label, values, low, high: scales.append((low, high)) or ""
+    )
+    sources = read_sources([folder / "plain", folder / "ce"])
+    assert channels.map_figure(sources) is not None
+    maps = [[layer["magnitude"] for layer in channels._spread_out(source)] for source in sources]
+    assert scales[: len(maps[0])] == scales[len(maps[0]) :]
+    for place, (low, high) in enumerate(scales[: len(maps[0])]):
+        values = [v for one in maps for row in one[place] for v in row]
+        assert (low, high) == (min(values), max(values))
 
 
 # several runs

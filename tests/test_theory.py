@@ -204,6 +204,21 @@ class TestEquilibrium:
         assert deviation_gain(game, power).abs().max() < ROUND_OFF
         assert_nobody_deviates(game, power, seed)
 
+    @pytest.mark.parametrize("budget", [0.5, 2.0, 30.0])
+    def test_ten_thousand_deviations_pay_nothing(self, budget):
+        game = random_game(11, channels=5, positions=7, budget=budget)
+        power = find_equilibrium(game).power
+        assert kkt(game, power).residual.max() <= 1e-10
+        share = uniform(0, 1, 10_000, 7, seed=12).log().neg() ** uniform(0, 6, 10_000, 1, seed=13)
+        share = share / share.sum(1, keepdim=True)  # from almost even to almost one position
+        step = 10 ** uniform(-8, 0, 10_000, 1, seed=14)  # from next to it to far away
+        for c in range(game.channels):
+            others = sum(game.G[c, d] * power[d] for d in range(5) if d != c)
+            quality = game.G[c, c] / (others + game.sigma[c] / game.h[c])
+            deviation = power[c] + step * (game.budget[c] * share - power[c])
+            now = (1 + quality * power[c]).log().sum()
+            assert (1 + quality * deviation).log().sum(1).max() <= now + ROUND_OFF
+
     @given(seeds)
     @settings(max_examples=15, deadline=None)
     def test_weak_interference_forgets_the_start(self, seed):
