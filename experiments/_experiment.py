@@ -23,12 +23,13 @@ import torch
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from cenet.analysis.command import FILE, examine
 from cenet.analysis.diagnosis import Diagnosis
 from cenet.train import RECIPES, Recipe
-from cenet.train.logbook import CHANNELS, METRICS, read_metrics
+from cenet.train.logbook import CHANNELS, METRICS, read_metrics, read_run
 from cenet.train.options import Options
 from cenet.train.recipes import NETWORK_NAMES
 from cenet.train.run import Job, train
@@ -136,6 +137,9 @@ class Study:
             )  # fmt: skip
             device: Any = self.device
             train(Job(recipe, options, self.data, device))
+        found, _ = read_run(folder, Recipe)
+        if replace(found, accuracy=None) != recipe:
+            raise SystemExit(f"{folder} is a run of another recipe; use another --runs")
         return Run(folder, self)
 
     def repeats(self, name: str, **changes: Any) -> list[Run]:
@@ -222,7 +226,8 @@ def _show(title: str, rows: Sequence[dict[str, Any]], most: int = 24) -> None:
     for name in rows[0]:
         table.add_column(name)
     for row in rows[:most]:
-        table.add_row(*(f"{v:.4f}" if isinstance(v, float) else str(v) for v in row.values()))
+        cells = (f"{v:.4f}" if isinstance(v, float) else escape(str(v)) for v in row.values())
+        table.add_row(*cells)
     if len(rows) > most:
         table.caption = f"{len(rows) - most} more rows in the CSV"
     Console().print(table)

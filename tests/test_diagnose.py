@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import resource
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ import cenet
 from _planted import Planted, Tangled, images
 from cenet.analysis.command import run
 from cenet.analysis.diagnosis import Diagnosis
-from cenet.analysis.images import find_images
+from cenet.analysis.images import ImageStream, find_images
 from cenet.analysis.subjects import find_examinee
 from cenet.models.lookup import create_named
 
@@ -181,7 +182,7 @@ def test_what_cannot_be_diagnosed():
     with pytest.raises(ValueError, match="applies no activation to feature maps"):
         cenet.diagnose(nn.Conv2d(3, 4, 1), [images()])
     with pytest.raises(ValueError, match="one row of logits per image"):
-        cenet.diagnose(Planted(torch.randn(4, 3)).conv, [(images(), torch.zeros(6))])
+        cenet.diagnose(Planted(torch.randn(4, 3)).conv, [(images(), torch.zeros(6).long())])
 
 
 def test_numbers_are_finite_or_null(tmp_path):
@@ -207,7 +208,7 @@ def test_numbers_are_finite_or_null(tmp_path):
             {"image": images()},
             "must be images, or pairs of images and labels, as tensors; got dict",
         ),
-        ((images(), torch.zeros(3)), r"images have labels of shape \(3,\)"),
+        ((images(), torch.zeros(3)), r"got labels of shape \(3,\)"),
         (images()[0], r"expected images \(N, C, H, W\)"),
     ],
 )
@@ -338,3 +339,56 @@ def test_memory_does_not_grow_with_the_number_of_images(count):
     assert sizes[-1] == sizes[-2]
     # the images alone would be 123 MB for 10,000
     assert peak() - before < 40
+
+
+def test_a_network_that_writes_into_its_images():
+    """Accuracy and ablation see the same images."""
+
+    class Negating(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.act = nn.Conv2d(3, 4, 1), nn.ReLU()
+            self.head = nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.head(self.act(self.conv(x.mul_(-1))).mean((2, 3)))
+
+    torch.manual_seed(0)
+    model = Negating().eval()
+    given = images()
+    labels = model(given.clone()).argmax(1)
+    found = cenet.diagnose(model, [(given.clone(), labels)])
+    assert found.accuracy.top1 == 1
+    assert found.ablation.top1[0] == (1.0,) * 5
+
+
+def test_recursion_bounds_and_links(tmp_path):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.act = nn.Conv2d(3, 3, 1), nn.ReLU()
+
+        def forward(self, x, again=True):
+            x = self.act(self.conv(x)).clamp(min=torch.full((3, 1, 1), -1.0))
+            return self(x, False) if again else x
+
+    found = cenet.diagnose(Twice(), [images()])
+    assert names_of(found) == ["act", "act#2"]
+    (tmp_path / "a").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "a" / "x.png")
+    (tmp_path / "a" / "loop").symlink_to(tmp_path / "a")
+    os.mkfifo(tmp_path / "a" / "pipe.png")
+    shown = find_images(tmp_path)
+    assert len(shown.paths) == 2
+    stream = ImageStream(shown.paths, None, lambda image: torch.zeros(3, 8, 8), 4)
+    assert [len(batch) for batch in stream] == [1]
+    assert [skipped.reason for skipped in stream.skipped] == ["not a file that can be opened"]
+
+
+def test_names_are_no_markup(tmp_path, capsys):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a[").mkdir()
+    (tmp_path / "data" / "a[" / "red].png").write_text("no image")
+    Image.new("RGB", (32, 32)).save(tmp_path / "data" / "a[" / "y.png")
+    run("resnet18", tmp_path / "data", tmp_path / "out", size=32)
+    assert "a[/red].png" in capsys.readouterr().out.replace("\n", "")

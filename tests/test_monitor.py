@@ -166,3 +166,20 @@ def test_arguments_are_checked():
         Monitor(Tangled(), to=print, every=0)
     with pytest.raises(TypeError, match="to=3 must be a file, a SummaryWriter, or a function"):
         Monitor(Tangled(), to=3)
+
+
+def test_an_interrupted_pass_leaves_nothing_behind():
+    """Ctrl-C skips hooks; closing the monitor, or the next pass, tidies up."""
+    model = Planted(torch.randn(4, 3)).train()
+    monitor = Monitor(model, every=1, to=lambda step, values: None)
+    handle = model.act.register_forward_hook(interrupt)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            model(images())
+    monitor.close()
+    handle.remove()
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt

@@ -59,7 +59,7 @@ def run_demo(out: Path, epochs: int = EPOCHS, seeds: int = 3) -> dict[str, list[
     )  # fmt: skip
     console = Console()
     console.print(_table(found, epochs))
-    console.print(f"The page to look at (seed 0): {page.resolve()}", soft_wrap=True)
+    console.print(f"The page to look at (seed 0): {page.resolve()}", soft_wrap=True, markup=False)
     return found
 
 
@@ -121,15 +121,15 @@ def _lead(found: dict[str, list[Diagnosis]], epochs: int) -> list[str]:
     accuracy = {row: _spread([_accuracy(one) for one in runs], ".1%")
                 for row, runs in found.items()}  # fmt: skip
     lines = [
-        "The same network was trained twice on scikit-learn's 8×8 digits: with batch norm and ReLU, "
-        f"and with CE between them. Weight decay is strong ({WEIGHT_DECAY}), which puts channels to "
-        "sleep: they hardly respond to any image, and the network pays for them all the same. The "
-        f"figures below are of seed 0; numbers here are means over {seeds} seeds, lowest to "
-        "highest.",
-        f"Inhibited channels: {inhibited['BN']} with batch norm, {inhibited['BN+CE']} with CE. Test "
-        f"accuracy: {accuracy['BN']} and {accuracy['BN+CE']}.",
-        "The setting was chosen to show this effect. Not everything moves the same way: look at the "
-        "ablation curves and at the correlations too.",
+        "The same network was trained twice on scikit-learn's 8×8 digits: with batch norm and "
+        f"ReLU, and with CE between them. Weight decay is strong ({WEIGHT_DECAY}), which puts "
+        "channels to sleep: they hardly respond to any image, and the network pays for them all "
+        f"the same. The figures below are of seed 0; numbers here are means over {seeds} seeds, "
+        "lowest to highest.",
+        f"Inhibited channels: {inhibited['BN']} with batch norm, {inhibited['BN+CE']} with CE. "
+        f"Test accuracy: {accuracy['BN']} and {accuracy['BN+CE']}.",
+        "The setting was chosen to show this effect. Not everything moves the same way: look at "
+        "the ablation curves and at the correlations too.",
     ]
     if epochs < EPOCHS:
         lines.append(f"This run has {epochs} epochs; what there is to see takes {EPOCHS}.")

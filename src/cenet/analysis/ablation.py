@@ -43,7 +43,7 @@ class Ablation(ActivationWatch):
         right = count = 0
         with self:
             for images, labels in batches:
-                right += int((self.root(images).argmax(1) == labels).sum())
+                right += int((self.root(images.clone()).argmax(1) == labels).sum())
                 count += len(labels)
         if self.channels is None:
             raise ValueError(

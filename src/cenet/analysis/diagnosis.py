@@ -1,6 +1,7 @@
 """What a diagnosis says, as plain records: the content of diagnosis.json."""
 
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -170,9 +171,11 @@ class Diagnosis:
         return from_json(cls, content)
 
     def write(self, path: Path) -> None:
-        """Write diagnosis.json."""
+        """Write diagnosis.json: all of it, or nothing."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.as_dict(), allow_nan=False) + "\n")
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        beside.write_text(json.dumps(self.as_dict(), allow_nan=False) + "\n")
+        beside.replace(path)
 
     @classmethod
     def read(cls, path: Path) -> "Diagnosis":

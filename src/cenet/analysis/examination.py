@@ -162,11 +162,11 @@ def _run(
             continue
         images = images.to(device, non_blocking=True)
         labels = None if labels is None else labels.to(device)
+        if labels is not None:
+            sample.add(images, labels)  # before the network, which may write into them
         with recorder:
             output = network(images)
         seen.add(images, labels, output)
-        if labels is not None:
-            sample.add(images, labels)
         tell("images", seen.images, None)
     if not seen.images:
         raise ValueError("there are no images to show to the network")
@@ -175,8 +175,8 @@ def _run(
 
 def _parts(batch: Any) -> tuple[Tensor, Tensor | None]:
     """Images and labels of a batch; ValueError if it is none."""
-    pair = isinstance(batch, tuple | list) and len(batch) == 2
-    images, labels = batch if pair else (batch, None)
+    parts = batch if isinstance(batch, tuple | list) and len(batch) in (1, 2) else (batch,)
+    images, labels = (*parts, None)[:2]
     if not isinstance(images, Tensor) or not isinstance(labels, Tensor | None):
         raise ValueError(
             "batches must be images, or pairs of images and labels, as tensors; got "
@@ -184,8 +184,11 @@ def _parts(batch: Any) -> tuple[Tensor, Tensor | None]:
         )
     if images.dim() != 4:
         raise ValueError(f"expected images (N, C, H, W), got shape {tuple(images.shape)}")
-    if labels is not None and labels.shape != (len(images),):
-        raise ValueError(f"{len(images)} images have labels of shape {tuple(labels.shape)}")
+    if labels is not None and (labels.shape != (len(images),) or labels.is_floating_point()):
+        raise ValueError(
+            f"{len(images)} images need as many classes, integers of shape ({len(images)},); got "
+            f"labels of shape {tuple(labels.shape)}, {labels.dtype}"
+        )
     return images, labels
 
 

@@ -42,10 +42,7 @@ def find_images(folder: Path, limit: int | None = None) -> Found:
     if set(_folders(folder)) <= {"train", "test", "val"}:
         parts = (folder / name for name in ("test", "val"))
         folder = next((part for part in parts if part.is_dir()), folder)
-    # links to folders are followed, which Path.rglob does not do
-    walk = os.walk(folder, followlinks=True)
-    files = sorted(Path(place, name) for place, _, names in walk for name in names)
-    files = [path for path in files if not _is_hidden(path.relative_to(folder))]
+    files = [path for path in _files(folder) if not _is_hidden(path.relative_to(folder))]
     paths = [path for path in files if path.suffix.lower() in IMG_EXTENSIONS]
     if not paths:
         raise ValueError(f"{folder} has no image files ({', '.join(IMG_EXTENSIONS)})")
@@ -64,6 +61,21 @@ def find_images(folder: Path, limit: int | None = None) -> Found:
         return Found(paths, None, None, skipped)
     labels = [path.relative_to(folder).parts[0] for path in paths]
     return Found(paths, labels, tuple(classes), skipped)
+
+
+def _files(folder: Path) -> list[Path]:
+    """Links to folders are followed, which Path.rglob does not do; each folder is seen once."""
+    seen: set[str] = set()
+    files: list[Path] = []
+    for place, inner, names in os.walk(folder, followlinks=True):
+        inner.sort()
+        real = os.path.realpath(place)
+        if real in seen:
+            inner.clear()
+            continue
+        seen.add(real)
+        files += (Path(place, name) for name in names)
+    return sorted(files)
 
 
 def _folders(folder: Path) -> list[str]:
@@ -128,6 +140,8 @@ class ImageStream:
         from PIL import Image
 
         path = self.paths[place]
+        if not path.is_file():  # a pipe would be waited for, for ever
+            return Skipped(str(path), "not a file that can be opened")
         try:
             with Image.open(path) as image:
                 return self.transform(eight_bits(image).convert("RGB"))

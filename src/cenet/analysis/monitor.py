@@ -1,6 +1,7 @@
 """`Monitor`: inhibited channels, correlation and λ of every layer while anybody's loop trains."""
 
 import csv
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,12 +71,20 @@ class Monitor:
 
     def close(self) -> None:
         """Stop watching."""
+        self._forget()
         for handle in self._handles:
             handle.remove()
+
+    def _forget(self) -> None:
+        """Leave a pass that never came to its end: hooks do not run after Ctrl-C."""
+        look, self._look = self._look, None
+        if look is not None and not self._compiled:
+            look.__exit__(None, None, None)
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or not module.training:
             return
+        self._forget()
         if self.step % self.every == 0:
             self._look = _Look(self._network)
             if not self._compiled:
@@ -140,7 +149,8 @@ class _Look(ActivationWatch):
         values: Values = {}
         for name, (mean, covariance, magnitude) in self.found.items():
             correlation = channel_correlation(mean, covariance).mean
-            values[name] = {"inhibited_ratio": inhibited_ratio(magnitude)}
+            whole = bool(magnitude.isfinite().all())
+            values[name] = {"inhibited_ratio": inhibited_ratio(magnitude) if whole else math.nan}
             if correlation is not None:
                 values[name]["correlation"] = correlation
         for name, ce in ce_layers(self.root):

@@ -5,6 +5,7 @@ from statistics import fmean
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from cenet.analysis.diagnosis import Diagnosis
@@ -15,14 +16,14 @@ def print_summary(diagnosis: Diagnosis, notes: Sequence[str] = ()) -> None:
     console = Console()
     console.print(_table(diagnosis))
     for line in (*sentences(diagnosis), *notes):
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, markup=False)
 
 
 def _table(diagnosis: Diagnosis) -> Table:
     found = diagnosis
     height, width = found.data.size
     table = Table(
-        title=f"{found.model.name} on {found.data.images} images of {height}×{width}",
+        title=escape(f"{found.model.name} on {found.data.images} images of {height}×{width}"),
         caption=f"asleep: mean |activation| below {found.threshold:g}. corr.: mean |correlation| "
         "of two channels before the activation. λ: share of decorrelation in CE. CE?: a norm that "
         "`insert_ce_` would choose.",
@@ -37,7 +38,7 @@ def _table(diagnosis: Diagnosis) -> Table:
     for layer in found.layers:
         mark = "has CE" if layer.has_ce else "CE" if layer.ce_site else ""
         table.add_row(
-            layer.name, f"{layer.height}×{layer.width}", str(layer.channels),
+            escape(layer.name), f"{layer.height}×{layer.width}", str(layer.channels),
             str(len(layer.asleep)), f"{layer.inhibited_ratio:.1%}", _number(layer.correlation),
             _number(layer.mix), mark,
         )  # fmt: skip

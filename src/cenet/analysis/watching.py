@@ -143,7 +143,8 @@ class ActivationWatch(TorchDispatchMode):
     @staticmethod
     def _activation(name: str, args: tuple[Any, ...]) -> str | None:
         if name in ("clamp", "clamp_min"):  # at zero from below: relu by another name
-            return "relu" if len(args) == 2 and args[1] == 0 else None
+            from_zero = len(args) == 2 and isinstance(args[1], int | float) and args[1] == 0
+            return "relu" if from_zero else None
         if name == "hardtanh" and tuple(args[1:]) == (0, 6):
             return "relu6"
         return ACTIVATIONS.get(name)
@@ -216,7 +217,7 @@ class ActivationWatch(TorchDispatchMode):
             self._marks[result] = mark
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if module is self.root:
+        if module is self.root and all(entry.module is not self.root for entry in self._stack):
             self._calls.clear()
         act = None
         if getattr(module, "takes_residual", False):
