@@ -72,7 +72,7 @@ def layer(draw, index, layers, *, ce):
         for _ in range(channels)
     ]
     asleep = [channel for channel, value in enumerate(strengths) if value < 1e-2]
-    side = max(2, 32 // 2 ** int(depth * 5))
+    side = max(4, 32 // 2 ** int(depth * 5))
     low = 1 + draw.uniform(0, 0.2)
     return {
         "name": f"features.{3 * index + 2}.relu",

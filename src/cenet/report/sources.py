@@ -3,10 +3,11 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from cenet.analysis.diagnosis import Diagnosis
 from cenet.report.shape import first_mismatch, first_problem
 from cenet.train.logbook import METRICS, read_metrics
 
@@ -47,22 +48,25 @@ class Source:
         return None if self.diagnosis is None else self.diagnosis.get(name)
 
 
-def read_sources(paths: Sequence[Path]) -> list[Source]:
-    """Read every path, and name each after its folder.
+def read_sources(given: Sequence[Path | Diagnosis]) -> list[Source]:
+    """Read every path, and name each after its folder; a diagnosis is called like its model.
 
     Raises:
         ValueError: a path is missing, is no run, is damaged, or comes twice.
     """
-    if not paths:
+    if not given:
         raise ValueError("no run was given; name at least one folder of `cenet train`")
-    if len(paths) > MOST:
-        raise ValueError(f"{len(paths)} runs are too many for a page; give at most {MOST}")
+    if len(given) > MOST:
+        raise ValueError(f"{len(given)} runs are too many for a page; give at most {MOST}")
+    paths = [one for one in given if isinstance(one, Path)]
     places = [path.resolve() for path in paths]
     for path, place in zip(paths, places, strict=True):
         if places.count(place) > 1:
             raise ValueError(f"{path} was given twice; name each run once")
-    names = _names([_folder(place) for place in places])
-    return [_read(path, name) for path, name in zip(paths, names, strict=True)]
+    names = _names(
+        [_folder(one.resolve()) if isinstance(one, Path) else Path(one.model.name) for one in given]
+    )
+    return [_read(one, name) for one, name in zip(given, names, strict=True)]
 
 
 def from_diagnosis(content: dict[str, Any], where: str = "the diagnosis") -> Source:
@@ -76,7 +80,9 @@ def read_diagnosis(path: Path) -> dict[str, Any]:
     return _checked(_json(path, "`cenet diagnose`"), str(path))
 
 
-def _read(path: Path, name: str) -> Source:
+def _read(path: Path | Diagnosis, name: str) -> Source:
+    if isinstance(path, Diagnosis):
+        return replace(from_diagnosis(path.as_dict()), name=name)
     if path.is_file():
         found = read_diagnosis(path)
         return Source(name, None, found.get("environment"), (), found)
@@ -144,15 +150,16 @@ def _checked(found: dict[str, Any], where: str) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     """The same without characters that do not print and numbers that are not finite."""
     if isinstance(value, dict):
-        return {_printable(key): _plain(item) for key, item in value.items()}
+        return {printable(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, str):
-        return _printable(value)
+        return printable(value)
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
+    """The text, with a sign in place of what does not print."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else "\ufffd" for char in text)
@@ -176,4 +183,4 @@ def _names(places: list[Path]) -> list[str]:
     for index, end in enumerate(ends):
         if end in ends[:index]:
             ends[index] = f"{end} ({index + 1})"
-    return [_printable(end) or "run" for end in ends]
+    return [printable(end) or "run" for end in ends]
