@@ -288,6 +288,39 @@ def test_a_diagnosis_need_not_be_written_first(tmp_path):
     assert (tmp_path / "one_files" / "lambda.csv").is_file()
 
 
+# while it trained
+
+
+def test_what_channels_did_while_it_trained(tmp_path):
+    write_run(tmp_path / "plain", 0, ce=False, layers=4, watched=True)
+    write_run(tmp_path / "ce", 1, layers=4, watched=True)
+    write_run(tmp_path / "other", 2, layers=4)
+    built = build_page(read_sources([tmp_path / name for name in ("plain", "ce", "other")]))
+    assert [section.key for section in built.sections][:2] == ["training", "watched"]
+    found = figures(built)
+    steps = range(0, 1000, 100)
+    table = found["watched-inhibited"].table
+    assert [column.name for column in table.columns] == ["update", "plain", "ce"]
+    assert [row[0] for row in table.rows] == list(steps)
+    assert table.rows[5][1:] == pytest.approx((0.13, 0.03))
+    # a layer without a correlation is no part of the mean
+    assert found["watched-correlation"].table.rows[5][1:] == pytest.approx((0.4, 0.4))
+    assert ("plain", 500, "b", None) in found["watched-correlation"].numbers.rows
+    first, last = "At the first look: plain 0.500, ce 0.500", "at the last: plain 0.320, ce 0.320."
+    assert f"{first}; {last}" in found["watched-correlation"].caption
+    alone = build_page(read_sources([tmp_path / "other"]))
+    assert "watched" not in [section.key for section in alone.sections]
+
+
+def test_damaged_channels_are_refused(tmp_path):
+    run = write_run(tmp_path / "run", 0, measured=False, watched=True)
+    good = (run / "channels.csv").read_text()
+    for content in (f"{good}1000,a,high,0.5,\n", f"{good}1000,a\nx,", good.replace("step", "at")):
+        (run / "channels.csv").write_text(content)
+        with pytest.raises(ValueError, match=r"channels\.csv, line \d+, is not of `cenet train"):
+            write_page([run], tmp_path / "page.html")
+
+
 # several runs
 
 

@@ -199,7 +199,7 @@ class _Frame:
             line = f"M{across:g} {self.top:g}v{PLOT}"
             share = self.x.place(rule.x)
             anchor = "start" if share < 0.4 else "end" if share > 0.6 else "middle"
-            _write(self.root, across, self.top - 5, rule.text, anchor)
+            _write(self.root, across, self.top - 12, rule.text, anchor)
         Tree.SubElement(self.root, "path", {"class": "rule", "d": line})
 
 

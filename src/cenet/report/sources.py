@@ -1,5 +1,6 @@
 """Reading what a page is made from: folders of `cenet train`, files of `cenet diagnose`."""
 
+import csv
 import json
 import math
 from collections.abc import Sequence
@@ -9,11 +10,12 @@ from typing import Any
 
 from cenet.analysis.diagnosis import Diagnosis
 from cenet.report.shape import first_mismatch, first_problem
-from cenet.train.logbook import METRICS, read_metrics
+from cenet.train.logbook import CHANNELS, METRICS, read_metrics
 
 DIAGNOSIS = "diagnosis.json"
 FORMAT = "cenet.diagnosis"
 VERSION = 1
+WATCHED = ("inhibited_ratio", "correlation")
 MOST = 8  # colours that can be told apart
 ROW = {"epoch": int} | {
     f"{part}_{name}?": float for part in ("train", "test") for name in ("loss", "top1")
@@ -30,6 +32,7 @@ class Source:
         environment: of run.json, or of the diagnosis.
         metrics: a row per epoch.
         diagnosis: by the contract of `cenet diagnose`.
+        watched: a row per update and layer, of `cenet train --monitor-every`.
     """
 
     name: str
@@ -37,6 +40,7 @@ class Source:
     environment: dict[str, Any] | None = None
     metrics: tuple[dict[str, Any], ...] = ()
     diagnosis: dict[str, Any] | None = None
+    watched: tuple[dict[str, Any], ...] = ()
 
     @property
     def layers(self) -> list[dict[str, Any]]:
@@ -107,7 +111,8 @@ def _read(path: Path | Diagnosis, name: str) -> Source:
             f"{path / METRICS} has no row yet, and there is no {DIAGNOSIS}; "
             "wait for the first epoch, or measure with `cenet diagnose`"
         )
-    return Source(name, run["recipe"], run["environment"], metrics, diagnosis)
+    watched = _watched(path / CHANNELS)
+    return Source(name, run["recipe"], run["environment"], metrics, diagnosis, watched)
 
 
 def _metrics(path: Path) -> tuple[dict[str, Any], ...]:
@@ -118,6 +123,23 @@ def _metrics(path: Path) -> tuple[dict[str, Any], ...]:
         wrong = first_problem(row, ROW)
         if wrong:
             raise ValueError(f"{path}, line {number}, is not a row of `cenet train`: {wrong}")
+    return tuple(rows)
+
+
+def _watched(path: Path) -> tuple[dict[str, Any], ...]:
+    if not path.is_file():
+        return ()
+    rows = []
+    try:
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file, restval=""):
+                numbers = {name: float(row[name]) if row[name] else None for name in WATCHED}
+                rows.append(
+                    {"step": int(row["step"]), "layer": printable(row["layer"]), **_plain(numbers)}
+                )
+    except (OSError, ValueError, KeyError, csv.Error) as error:
+        where = f"{path}, line {len(rows) + 2},"
+        raise ValueError(f"{where} is not of `cenet train --monitor-every`: {error}") from error
     return tuple(rows)
 
 

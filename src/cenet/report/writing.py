@@ -29,6 +29,7 @@ from cenet.report.sources import (
     read_diagnosis,
     read_sources,
 )
+from cenet.report.watching import watched_figures
 from cenet.report.words import count, show
 from cenet.train.saving import replace_file
 
@@ -100,6 +101,7 @@ def build_page(
         ("maps", "Where layers respond", (channels.map_figure,)),
     ]  # fmt: skip
     sections = [Section("training", "Training", tuple(training_figures(sources)))]
+    sections.append(Section("watched", "While it trained", tuple(watched_figures(sources))))
     for key, heading, makers in drawn:
         figures = (make(sources) for make in makers)
         sections.append(Section(key, heading, tuple(figure for figure in figures if figure)))
