@@ -117,8 +117,8 @@ def spectrum_figure(sources: Sequence[Source]) -> Figure | None:
     caption = (
         "Eigenvalues of the decorrelating matrix W of every layer with CE: from the smallest to "
         "the largest, with a mark at the median. How far apart they are is how much W "
-        "decorrelates: equal eigenvalues only rescale, at whatever height. W lifts the directions "
-        "in which channels vary little more than the others."
+        "decorrelates: equal eigenvalues only rescale, at whatever height. The largest belong to "
+        "directions in which channels vary little."
     )
     if any(value is not None for value in means.values()):
         caption += f" Largest divided by smallest, mean over layers: {compare(means)}."
