@@ -72,7 +72,7 @@ def layer(draw, index, layers, *, ce):
         for _ in range(channels)
     ]
     asleep = [channel for channel, value in enumerate(strengths) if value < 1e-2]
-    side = max(2, 32 // 2 ** int(depth * 5))
+    side = max(4, 32 // 2 ** int(depth * 5))
     low = 1 + draw.uniform(0, 0.2)
     return {
         "name": f"features.{3 * index + 2}.relu",
@@ -151,14 +151,26 @@ def metrics(seed=0, *, epochs=30, ce=True):
     return rows
 
 
-def write_run(folder, seed=0, *, ce=True, layers=13, epochs=30, measured=True):
-    """A folder as `cenet train` leaves it, with a diagnosis if asked for."""
+def watch(*, ce=True):
+    """Lines of channels.csv: two layers, every 100 updates."""
+    lines = ["step,layer,inhibited_ratio,correlation,lambda"]
+    for step in range(0, 1000, 100):
+        late = step / 1000
+        lines.append(f"{step},a,{(0.1 if ce else 0.5) * late},{0.5 - 0.2 * late},")
+        lines.append(f"{step},b,{0.02 * late},,{0.5 if ce else ''}")
+    return lines
+
+
+def write_run(folder, seed=0, *, ce=True, layers=13, epochs=30, measured=True, watched=False):
+    """A folder as `cenet train` leaves it, with a diagnosis and channels.csv if asked for."""
     folder.mkdir(parents=True)
     recipe = replace(RECIPES["vgg16_ce" if ce else "vgg16_plain"], seed=seed).as_dict()
     facts = {"cenet": "0.1.0", "commit": "c5ed317", "device": "cpu x86_64", "command": ["cenet"]}
     (folder / "run.json").write_text(json.dumps({"recipe": recipe, "environment": facts}))
     rows = metrics(seed, epochs=epochs, ce=ce)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if watched:
+        (folder / "channels.csv").write_text("\n".join(watch(ce=ce)) + "\n")
     if measured:
         name = "cevgg16" if ce else "vgg16"
         found = diagnosis(seed, layers=layers, ce=ce, name=name)

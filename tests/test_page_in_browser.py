@@ -3,8 +3,8 @@
 import pytest
 
 from _browser import Browser, find_chromium
-from _runs import write_run
-from cenet.report import write_page
+from _runs import diagnosis, write_run
+from cenet.report import write_diagnosis_page, write_page
 
 pytestmark = [
     pytest.mark.slow,
@@ -13,6 +13,11 @@ pytestmark = [
 # outer boxes of what matches, with what is inside closed <details> left out
 BOXES = """[...document.querySelectorAll(%r)].filter(e => e.checkVisibility())
   .map(e => e.getBoundingClientRect()).map(b => [b.x, b.y, b.width, b.height])"""
+CUT_OFF = """[...document.querySelectorAll("svg.drawing text")].filter(t => {
+  const own = t.getBoundingClientRect(), all = t.ownerSVGElement.getBoundingClientRect();
+  return own.left < all.left - 1 || own.right > all.right + 1 || own.top < all.top - 1
+    || own.bottom > all.bottom + 1; }).map(t => t.textContent)"""
+SCALES = "[...document.querySelectorAll('#figure-maps text')].map(t => t.textContent)"
 FOCUSED = "document.activeElement.matches(%r)"
 
 
@@ -21,8 +26,8 @@ def pages(tmp_path_factory):
     """One run, and five, with a name that is hard to place and more columns than a phone shows."""
     root = tmp_path_factory.mktemp("pages")
     long = "a_run_with_<b>a&very</b>_long_name_" + "x" * 80
-    write_run(root / "plain", 0, ce=False, layers=49)
-    write_run(root / "ce", 1, layers=49)
+    write_run(root / "plain", 0, ce=False, layers=49, watched=True)
+    write_run(root / "ce", 1, layers=49, watched=True)
     write_run(root / long, 2, layers=13)
     write_run(root / "fourth", 3, layers=4)
     write_run(root / "fifth", 4, layers=4)
@@ -70,13 +75,7 @@ def test_all_figures_are_drawn(browser, pages, name, width):
 @pytest.mark.parametrize("name", ["one", "five"])
 def test_nothing_in_a_drawing_is_cut_off(browser, pages, name, width):
     browser.open(pages[name], width=width)
-    outside = browser.value(
-        """[...document.querySelectorAll("svg.drawing text")].filter(t => {
-          const own = t.getBoundingClientRect(), all = t.ownerSVGElement.getBoundingClientRect();
-          return own.left < all.left - 1 || own.right > all.right + 1 || own.top < all.top - 1
-            || own.bottom > all.bottom + 1; }).map(t => t.textContent)"""
-    )
-    assert outside == []
+    assert browser.value(CUT_OFF) == []
 
 
 @pytest.mark.parametrize("name", ["one", "five"])
@@ -89,6 +88,25 @@ def test_a_narrow_screen_does_not_scroll_sideways(browser, pages, name, opened):
     # wide tables scroll in their own boxes
     wide = "[...document.querySelectorAll('.scroll')].some(b => b.scrollWidth > b.clientWidth)"
     assert browser.value(wide)
+
+
+@pytest.mark.parametrize("width", [1200, 360])
+def test_the_scale_of_a_map_has_room_for_small_numbers(browser, tmp_path, width):
+    found = diagnosis(0, layers=4)
+    for layer in found["layers"]:
+        layer["magnitude"] = [[1.87e-4 * v / 9 for v in row] for row in layer["magnitude"]]
+    found["layers"][0]["magnitude"] = [[3.61e-7 + 1e-5 * i for i in range(8)]] * 8
+    browser.open(write_diagnosis_page(found, tmp_path / "page.html"), width=width)
+    assert "3.61e-7" in browser.value(SCALES)
+    assert browser.value(CUT_OFF) == []
+
+
+@pytest.mark.parametrize("name", ["one", "five"])
+def test_the_layers_fit_a_desk(browser, pages, name):
+    browser.open(pages[name], width=1200)
+    browser.value("document.querySelectorAll('details').forEach(d => d.open = true)")
+    over = "[...document.querySelectorAll('.layers .scroll')].map(b => b.scrollWidth-b.clientWidth)"
+    assert set(browser.value(over)) == {0}
 
 
 def test_the_keyboard_reaches_the_theme_and_the_numbers(browser, pages):

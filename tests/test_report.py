@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from statistics import fmean
@@ -14,12 +15,13 @@ from hypothesis import strategies as st
 
 import cenet.report.channels as channels
 from _runs import diagnosis, metrics, write_run
+from cenet.analysis.diagnosis import Diagnosis
 from cenet.cli import report
 from cenet.report import write_diagnosis_page, write_page
 from cenet.report.colours import DARK, LIGHT, RAMP, ramp
 from cenet.report.scales import Axis, around
 from cenet.report.sources import from_diagnosis, read_sources
-from cenet.report.words import compare, short, show
+from cenet.report.words import brief, compare, short, show
 from cenet.report.writing import build_page
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&{{7*7}}"
@@ -105,7 +107,9 @@ def test_tables_hold_the_numbers_of_the_source(folder):
         (i, layer["name"], layer["gamma"]["abs_below_1e-2"]) for i, layer in layers
     )
     assert found["spectrum"].table.rows == tuple(
-        (i, layer["name"], *layer["spectrum"].values()) for i, layer in layers
+        (i, layer["name"], *w.values(), w["max"] / w["min"])
+        for i, layer in layers
+        for w in [layer["spectrum"]]
     )
     asleep = sum(len(layer["asleep"]) for _, layer in layers)
     total = sum(layer["channels"] for _, layer in layers)
@@ -182,7 +186,7 @@ def test_captions_say_what_the_numbers_say(folder):
     worst = max(source["layers"], key=lambda layer: layer["inhibited_ratio"])
     expected = f"plain: most in {worst['name']}, {100 * worst['inhibited_ratio']:.1f}\u202f%"
     assert expected in found["inhibited"].caption
-    assert "ce 0.410, plain 0.630" in found["importance"].caption
+    assert "plain 0.630, ce 0.410" in found["importance"].caption
     # λ is known of one run only, and the caption says of which
     assert re.search(r"layers with CE: ce 0\.\d+\.", found["lambda"].caption)
     assert "mean and range of 5 draws" in found["ablation"].caption
@@ -213,6 +217,134 @@ def test_maps_at_one_place_share_a_scale(monkeypatch, folder):
     for place, (low, high) in enumerate(scales[: len(maps[0])]):
         values = [v for one in maps for row in one[place] for v in row]
         assert (low, high) == (min(values), max(values))
+
+
+def test_the_spectrum_tells_how_much_is_decorrelated_not_how_high_it_is():
+    found = diagnosis(0, layers=4)
+    for layer in found["layers"]:
+        layer["spectrum"] = {"min": 2.87, "median": 2.87, "max": 2.87}  # of white input
+    figure = figures(build_page([from_diagnosis(found)]))["spectrum"]
+    assert "equal eigenvalues only rescale" in figure.caption
+    assert figure.caption.endswith("mean over layers: 1.00.")
+    drawn = figure.panels[0].svg
+    assert "unchanged" not in figure.caption + drawn
+    assert 'class="rule"' not in drawn
+
+
+def test_an_accuracy_is_said_once():
+    rows = ({"epoch": 1, "test_top1": 0.896},)
+    source = replace(from_diagnosis(diagnosis(0, layers=4)), metrics=rows)
+    names = [fact.name for fact in build_page([source]).facts]
+    assert "top-1" in names
+    assert "test top-1" not in names
+
+
+def test_the_axis_of_strength_reaches_the_median_and_its_label_is_free():
+    found = diagnosis(0, layers=4)
+    for layer in found["layers"]:
+        layer["mean_abs"] = [1e-7 * (1 + i) for i in range(layer["channels"])]
+    figure = figures(build_page([from_diagnosis(found)]))["strength"]
+    assert figure.table.rows[0][1] < 0.5
+    root = ElementTree.fromstring(figure.panels[0].svg)
+    texts = {text.text: float(text.get("y")) for text in root.iter() if text.tag.endswith("text")}
+    rule = next(e.get("d") for e in root.iter() if e.get("class") == "rule")
+    assert texts["inhibited below 0.01"] < float(re.match(r"M\S+ ([\d.]+)v", rule)[1])
+
+
+def test_constant_channels_are_explained_where_there_are_any():
+    found = diagnosis(0, layers=4)
+    assert "Grey" not in figures(build_page([from_diagnosis(found)]))["matrices"].caption
+    values = found["matrices"][0]["values"]
+    values[3] = [None] * 24
+    for row in values:
+        row[3] = None
+    assert "Grey lines" in figures(build_page([from_diagnosis(found)]))["matrices"].caption
+
+
+def test_pictures_too_small_to_see_are_left_out():
+    found = diagnosis(0, layers=4)
+    found["layers"][0]["magnitude"] = [[1.0, 2.0, 3.0]] * 3
+    found["data"]["size"] = [8, 8]
+    built = build_page([from_diagnosis(found)])
+    assert found["layers"][0]["name"] not in [row[1] for row in figures(built)["maps"].table.rows]
+    assert len(figures(built)["maps"].panels) == 3
+    assert "gradcam" not in [section.key for section in built.sections]
+
+
+# what is said first
+
+
+def test_random_weights_are_said_first(tmp_path):
+    found = diagnosis(0, layers=4)
+    found["model"]["checkpoint"] = None
+    source = from_diagnosis(found)
+    note = "The weights are random: no checkpoint was given."
+    assert build_page([source]).notes == (note,)
+    text = Reader(write_diagnosis_page(found, tmp_path / "page.html").read_text()).text
+    assert text.index(note) < text.index("At a glance")
+    trained = replace(from_diagnosis(diagnosis(1, layers=4)), name="trained")
+    both = build_page([source, trained])
+    assert both.notes == (f"{source.name}: {note}",)
+    facts = {fact.name: fact for fact in both.facts}
+    assert facts["checkpoint"].values == ("random", "weights.safetensors")
+    # a run has weights of its own
+    assert build_page([replace(source, recipe={"network": "vgg16"})]).notes == ()
+    # from Python a network may come trained
+    found["data"]["folder"] = None
+    (note,) = build_page([from_diagnosis(found)]).notes
+    assert note.startswith("No checkpoint was given: unless")
+
+
+def test_title_and_lead_are_text_under_the_title(folder, tmp_path):
+    out = tmp_path / "page.html"
+    page = Reader(
+        write_page([folder / "ce"], out, title=HOSTILE, lead=["First.", HOSTILE]).read_text()
+    )
+    assert len(page.scripts) == 1
+    assert page.text.count(HOSTILE) == 3  # of the window, of the page, and the paragraph
+    assert page.text.index("First.") < page.text.index("At a glance")
+
+
+def test_a_diagnosis_need_not_be_written_first(tmp_path):
+    whole = Diagnosis.from_dict(diagnosis(0, layers=4))
+    write_diagnosis_page(whole, tmp_path / "one.html")
+    other = Diagnosis.from_dict(diagnosis(1, layers=4))
+    write_page([whole, other], tmp_path / "two.html")
+    assert [s.name for s in read_sources([whole, other])] == ["cevgg16", "cevgg16 (2)"]
+    assert (tmp_path / "one_files" / "lambda.csv").is_file()
+
+
+# while it trained
+
+
+def test_what_channels_did_while_it_trained(tmp_path):
+    write_run(tmp_path / "plain", 0, ce=False, layers=4, watched=True)
+    write_run(tmp_path / "ce", 1, layers=4, watched=True)
+    write_run(tmp_path / "other", 2, layers=4)
+    built = build_page(read_sources([tmp_path / name for name in ("plain", "ce", "other")]))
+    assert [section.key for section in built.sections][:2] == ["training", "watched"]
+    found = figures(built)
+    steps = range(0, 1000, 100)
+    table = found["watched-inhibited"].table
+    assert [column.name for column in table.columns] == ["update", "plain", "ce"]
+    assert [row[0] for row in table.rows] == list(steps)
+    assert table.rows[5][1:] == pytest.approx((0.13, 0.03))
+    # a layer without a correlation is no part of the mean
+    assert found["watched-correlation"].table.rows[5][1:] == pytest.approx((0.4, 0.4))
+    assert ("plain", 500, "b", None) in found["watched-correlation"].numbers.rows
+    first, last = "At the first look: plain 0.500, ce 0.500", "at the last: plain 0.320, ce 0.320."
+    assert f"{first}; {last}" in found["watched-correlation"].caption
+    alone = build_page(read_sources([tmp_path / "other"]))
+    assert "watched" not in [section.key for section in alone.sections]
+
+
+def test_damaged_channels_are_refused(tmp_path):
+    run = write_run(tmp_path / "run", 0, measured=False, watched=True)
+    good = (run / "channels.csv").read_text()
+    for content in (f"{good}1000,a,high,0.5,\n", f"{good}1000,a\nx,", good.replace("step", "at")):
+        (run / "channels.csv").write_text(content)
+        with pytest.raises(ValueError, match=r"channels\.csv, line \d+, is not of `cenet train"):
+            write_page([run], tmp_path / "page.html")
 
 
 # several runs
@@ -563,10 +695,11 @@ def test_words():
     assert show(0.41, brief=True) == "0.410"
     assert show(100.0, brief=True) == "100"
     assert show(None) == "–"
-    assert compare({"b": 2.0, "a": 1.0, "c": None}) == "a 1.00, b 2.00"
+    assert compare({"b": 2.0, "a": 1.0, "c": None}) == "b 2.00, a 1.00"  # as given
     assert compare({"a": 1.0}) == "1.00"
-    many = {str(i): float(i) for i in range(6)}
+    many = {str(i): float(i) for i in (3, 0, 5, 1, 2, 4)}
     assert compare(many) == "from 0.00 (0) to 5.00 (5)"
+    assert [brief(v) for v in (0.0, 2.03, 1.87e-4, 2e-7)] == ["0", "2.03", "1.87e-4", "2e-7"]
     assert short("x" * 40, 11) == "xxxxx…xxxxx"
 
 

@@ -13,7 +13,8 @@ from cenet.report.scales import Axis, around
 from cenet.report.sources import Source
 from cenet.report.words import compare, count, show
 
-WEAKEST = 1e-4  # what is weaker is drawn here
+FIRST, WEAKEST = 1e-4, 1e-9  # where the axis begins, and where at the lowest
+SMALLEST = 4  # places along the side of a map that is worth drawing
 PER_DECADE = 20
 MAPS = 4  # layers whose maps are drawn
 LAYER = ("run", "layer")
@@ -28,13 +29,16 @@ def strength_figure(sources: Sequence[Source]) -> Figure | None:
     known = {run: values for run, values in known.items() if values}
     if not known:
         return None
-    largest = max(WEAKEST * 10, *(values[-1] for values in known.values()))
-    decades = math.ceil(math.log10(largest) - 1e-9) - math.log10(WEAKEST)
-    grid = [WEAKEST * 10 ** (i / PER_DECADE) for i in range(round(decades * PER_DECADE) + 1)]
+    middles = {run: median(values) for run, values in known.items()}
+    weakest = max(WEAKEST, min([FIRST, *(value for value in middles.values() if value > 0)]))
+    first = math.floor(math.log10(weakest) + 1e-9)
+    largest = max(FIRST * 10, *(values[-1] for values in known.values()))
+    decades = math.ceil(math.log10(largest) - 1e-9) - first
+    grid = [10 ** (first + i / PER_DECADE) for i in range(decades * PER_DECADE + 1)]
     threshold = max(s.diagnosis["threshold"] for s in sources if s.diagnosis)
-    grid = sorted({*(round(x, 12) for x in grid), threshold})
+    grid = sorted({*(float(f"{x:.9g}") for x in grid), threshold})
     series = [Series(run, grid, [below(values, x) for x in grid]) for run, values in known.items()]
-    x = Axis("mean absolute activation of a channel", WEAKEST, grid[-1], log=True)
+    x = Axis("mean absolute activation of a channel", grid[0], grid[-1], log=True)
     runs = [source.name for source in sources]
     label = "Share of channels that are weaker than a value; the numbers are in the table below"
     drawing = line_chart(
@@ -43,13 +47,13 @@ def strength_figure(sources: Sequence[Source]) -> Figure | None:
     )  # fmt: skip
     unknown: dict[str, float | None] = dict.fromkeys(runs)
     shares = unknown | {runs[run]: below(values, threshold) for run, values in known.items()}
-    medians = unknown | {runs[run]: median(values) for run, values in known.items()}
+    medians = unknown | {runs[run]: value for run, value in middles.items()}
     caption = (
         "Share of all channels whose mean absolute activation is below a value. Where a curve "
         f"crosses the dashed line, its height is the share of inhibited channels: "
         f"{compare(shares, 'percent')}. Median channel: {compare(medians)}."
     )
-    rows = [x for x in grid if x == threshold or abs(math.log10(x) % 1) < 1e-9]
+    rows = [x for x in grid if x == threshold or abs(math.log10(x) - round(math.log10(x))) < 1e-9]
     columns = [Column("channels below", "number")]
     columns += [Column(runs[run], "percent", run) for run in known]
     table = Table(
@@ -76,6 +80,7 @@ def below(values: Sequence[float], limit: float) -> float:
 def matrix_figure(sources: Sequence[Source]) -> Figure | None:
     """Correlations between the channels of a few layers."""
     panels, rows, everything = [], [], []
+    grey = False
     means: dict[str, list[float]] = {}
     for source in sources:
         for matrix in source.part("matrices") or []:
@@ -83,6 +88,7 @@ def matrix_figure(sources: Sequence[Source]) -> Figure | None:
             if not channels:
                 continue
             strength = [[None if v is None else abs(v) for v in row] for row in values]
+            grey = grey or any(v is None for row in values for v in row)
             pairs = [v for i, row in enumerate(strength) for v in row[:i] if v is not None]
             name = matrix["layer"] if len(sources) == 1 else f"{source.name}: {matrix['layer']}"
             label = f"Correlations of {name}; the numbers are summed up in the table below"
@@ -114,6 +120,8 @@ def matrix_figure(sources: Sequence[Source]) -> Figure | None:
         "light diagonal is each channel with itself, and light blocks beside it are channels "
         "that repeat each other."
     )
+    if grey:
+        caption += " Grey lines are channels that are constant and have no correlation."
     if means:
         caption += f" Mean beside the diagonal over these layers: {compare(average)}."
     return Figure(
@@ -193,7 +201,9 @@ def ablation_figure(sources: Sequence[Source]) -> Figure | None:
     repeats_ = max(len(values) for _, _, one in found for values in one["top1"])
     caption = (
         f"Top-1 accuracy when random channels of {layers} are set to zero: mean and range of "
-        f"{count(repeats_, 'draw')}. A network that shares its work among channels falls later. "
+        f"{count(repeats_, 'draw')}. It is measured on a sample of the images, so "
+        "that its left end may differ from the accuracy above. A network that shares its work "
+        "among channels falls later. "
         f"Mean height of the curve (area): {compare(areas, 'percent')}."
     )
     heads = ("channels set to zero", "mean top-1", "lowest", "highest")
@@ -260,7 +270,7 @@ def importance_figure(sources: Sequence[Source]) -> Figure | None:
     if any(value is not None for value in ginis.values()):
         caption += (
             " The Gini coefficient is 0 when all channels matter the same and 1 when one matters "
-            f"alone: {compare(ginis)}."
+            f"alone: {compare(ginis)}. It counts losses below zero as zero."
         )
     losses = ("largest loss", "median loss", "smallest loss")
     return Figure(
@@ -289,11 +299,13 @@ def _known(layer: dict[str, Any]) -> list[float]:
 
 
 def _spread_out(source: Source) -> list[dict[str, Any]]:
-    """A few layers from the first to the last of those with a map of more than one place."""
+    """A few layers from the first to the last of those with a map that shows something."""
     layers = [
         layer
         for layer in source.layers
-        if len(layer.get("magnitude") or []) > 1 and len(_known(layer)) > 1
+        if len(layer.get("magnitude") or []) >= SMALLEST
+        and len(layer["magnitude"][0]) >= SMALLEST
+        and len(_known(layer)) > 1
     ]
     if len(layers) <= MAPS:
         return layers

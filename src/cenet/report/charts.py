@@ -10,7 +10,7 @@ from xml.etree import ElementTree as Tree
 
 from cenet.report.colours import LIGHT, picture
 from cenet.report.scales import Axis
-from cenet.report.words import short
+from cenet.report.words import brief, short
 
 WIDTH, PLOT = 440, 190  # units; about pixels
 LEFT, RIGHT, BOTTOM = 56, 24, 46
@@ -67,7 +67,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Rule:
-    """A dashed line across a drawing at a value of x or y; what it says stands left of it."""
+    """A dashed line across a drawing at a value of x or y; what it says stands above the plot."""
 
     x: float | None = None
     y: float | None = None
@@ -116,12 +116,9 @@ def line_chart(
     return _text(root)
 
 
-def range_chart(
-    label: str, series: Sequence[Series], runs: Sequence[str], x: Axis, y: Axis, rule: Rule
-) -> str:
+def range_chart(label: str, series: Sequence[Series], runs: Sequence[str], x: Axis, y: Axis) -> str:
     """A bar from the low to the high value of every point, with a mark in between."""
     root, frame = _frame(label, series, runs, x, y)
-    frame.rule(rule)
     for place, item in enumerate(series):
         # runs stand beside each other
         shift = (place - (len(series) - 1) / 2) * min(3.5, frame.unit() / (len(series) + 1))
@@ -138,12 +135,12 @@ def range_chart(
 def heat_map(label: str, values: Sequence[Sequence[float | None]], low: float, high: float) -> str:
     """A map of colours, and under it the scale."""
     height = MAP * len(values) / len(values[0])
-    root = _root(label, MAP, height + 34)
+    root = _root(label, MAP, height + 38)
     _picture(root, picture(values, low, high), (0, 0, MAP, height))
     scale = picture([[step / 99 for step in range(100)]], 0.0, 1.0)
-    _picture(root, scale, (50, height + 14, 100, 8))
-    for x, anchor, value in ((45, "end", low), (155, "start", high)):
-        _write(root, x, height + 22, f"{value:.3g}", anchor)
+    _picture(root, scale, (0, height + 8, MAP, 8))
+    for x, anchor, value in ((0, "start", low), (MAP, "end", high)):
+        _write(root, x, height + 32, brief(value), anchor)
     return _text(root)
 
 
@@ -200,7 +197,9 @@ class _Frame:
         line = f"M{LEFT} {down:g}H{WIDTH - RIGHT}"
         if rule.x is not None:
             line = f"M{across:g} {self.top:g}v{PLOT}"
-            _write(self.root, across - 6, self.top + 14, rule.text, "end")
+            share = self.x.place(rule.x)
+            anchor = "start" if share < 0.4 else "end" if share > 0.6 else "middle"
+            _write(self.root, across, self.top - 12, rule.text, anchor)
         Tree.SubElement(self.root, "path", {"class": "rule", "d": line})
 
 

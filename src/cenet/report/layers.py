@@ -48,8 +48,9 @@ def gamma_figure(sources: Sequence[Source]) -> Figure | None:
     if all(value is None for value in means.values()):
         return None
     caption = (
-        "Share of channels that their norm multiplies by less than 0.01, so that what they say "
-        f"hardly depends on the image. Mean over layers: {compare(means, 'percent')}."
+        "Share of channels that their norm multiplies by less than 0.01: what the norm adds hardly "
+        "depends on the image (behind an addition, the shortcut still does). Mean over layers: "
+        f"{compare(means, 'percent')}."
     )
     return _by_layer(
         sources, "gamma", "Small γ by layer", caption, "channels with |γ| < 0.01", "percent",
@@ -112,22 +113,26 @@ def spectrum_figure(sources: Sequence[Source]) -> Figure | None:
         )  # fmt: skip
     if not series:
         return None
-    largest: dict[str, float | None] = {source.name: None for source in sources}
-    for item in series:
-        largest[sources[item.run].name] = max(v for v in item.high if v is not None)
+    means = {source.name: _mean(map(_spread, source.layers)) for source in sources}
     caption = (
         "Eigenvalues of the decorrelating matrix W of every layer with CE: from the smallest to "
-        "the largest, with a mark at the median. 1 leaves a direction as it is; more lifts a "
-        f"direction in which channels vary little. Largest: {compare(largest)}."
+        "the largest, with a mark at the median. How far apart they are is how much W "
+        "decorrelates: equal eigenvalues only rescale, at whatever height. The largest belong to "
+        "directions in which channels vary little."
     )
-    y = around("eigenvalues of W (dashed: unchanged)", [1.0, *values])
+    if any(value is not None for value in means.values()):
+        caption += f" Largest divided by smallest, mean over layers: {compare(means)}."
+    y = around("eigenvalues of W", values)
     runs = [source.name for source in sources]
     label = "Eigenvalues of W by layer; the numbers are in the table below"
-    drawing = range_chart(label, series, runs, _layer_axis(sources), y, Rule(y=1.0))
+    drawing = range_chart(label, series, runs, _layer_axis(sources), y)
     parts = ("min", "median", "max")
     table = layer_table(
         sources,
-        [(part, "number", _of("spectrum", part)) for part in parts],
+        [
+            *((part, "number", _of("spectrum", part)) for part in parts),
+            ("max / min", "number", _spread),
+        ],
         keep=_has_spectrum,
     )
     return Figure("spectrum", "Spectrum of W by layer", caption, (Panel("", drawing),), table)
@@ -229,6 +234,13 @@ def _thresholds(sources: Sequence[Source]) -> str:
 def _has_spectrum(layer: dict[str, Any]) -> bool:
     found = layer.get("spectrum") or {}
     return all(found.get(name) is not None for name in ("min", "median", "max"))
+
+
+def _spread(layer: dict[str, Any]) -> float | None:
+    """Largest divided by smallest eigenvalue: 1 if W only rescales."""
+    found = layer.get("spectrum") or {}
+    low, high = found.get("min"), found.get("max")
+    return high / low if low and high is not None else None
 
 
 def _of(part: str, name: str) -> Measure:

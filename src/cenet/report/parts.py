@@ -130,3 +130,5 @@ class Page:
     about: tuple[str, ...]  # a line per run
     facts: tuple[Fact, ...]
     sections: tuple[Section, ...]
+    lead: tuple[str, ...] = ()  # paragraphs under the title
+    notes: tuple[str, ...] = ()  # what to know before any number

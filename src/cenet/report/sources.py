@@ -1,18 +1,21 @@
 """Reading what a page is made from: folders of `cenet train`, files of `cenet diagnose`."""
 
+import csv
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from cenet.analysis.diagnosis import Diagnosis
 from cenet.report.shape import first_mismatch, first_problem
-from cenet.train.logbook import METRICS, read_metrics
+from cenet.train.logbook import CHANNELS, METRICS, read_metrics
 
 DIAGNOSIS = "diagnosis.json"
 FORMAT = "cenet.diagnosis"
 VERSION = 1
+WATCHED = ("inhibited_ratio", "correlation")
 MOST = 8  # colours that can be told apart
 ROW = {"epoch": int} | {
     f"{part}_{name}?": float for part in ("train", "test") for name in ("loss", "top1")
@@ -29,6 +32,7 @@ class Source:
         environment: of run.json, or of the diagnosis.
         metrics: a row per epoch.
         diagnosis: by the contract of `cenet diagnose`.
+        watched: a row per update and layer, of `cenet train --monitor-every`.
     """
 
     name: str
@@ -36,6 +40,7 @@ class Source:
     environment: dict[str, Any] | None = None
     metrics: tuple[dict[str, Any], ...] = ()
     diagnosis: dict[str, Any] | None = None
+    watched: tuple[dict[str, Any], ...] = ()
 
     @property
     def layers(self) -> list[dict[str, Any]]:
@@ -47,22 +52,25 @@ class Source:
         return None if self.diagnosis is None else self.diagnosis.get(name)
 
 
-def read_sources(paths: Sequence[Path]) -> list[Source]:
-    """Read every path, and name each after its folder.
+def read_sources(given: Sequence[Path | Diagnosis]) -> list[Source]:
+    """Read every path, and name each after its folder; a diagnosis is called like its model.
 
     Raises:
         ValueError: a path is missing, is no run, is damaged, or comes twice.
     """
-    if not paths:
+    if not given:
         raise ValueError("no run was given; name at least one folder of `cenet train`")
-    if len(paths) > MOST:
-        raise ValueError(f"{len(paths)} runs are too many for a page; give at most {MOST}")
+    if len(given) > MOST:
+        raise ValueError(f"{len(given)} runs are too many for a page; give at most {MOST}")
+    paths = [one for one in given if isinstance(one, Path)]
     places = [path.resolve() for path in paths]
     for path, place in zip(paths, places, strict=True):
         if places.count(place) > 1:
             raise ValueError(f"{path} was given twice; name each run once")
-    names = _names([_folder(place) for place in places])
-    return [_read(path, name) for path, name in zip(paths, names, strict=True)]
+    names = _names(
+        [_folder(one.resolve()) if isinstance(one, Path) else Path(one.model.name) for one in given]
+    )
+    return [_read(one, name) for one, name in zip(given, names, strict=True)]
 
 
 def from_diagnosis(content: dict[str, Any], where: str = "the diagnosis") -> Source:
@@ -76,7 +84,9 @@ def read_diagnosis(path: Path) -> dict[str, Any]:
     return _checked(_json(path, "`cenet diagnose`"), str(path))
 
 
-def _read(path: Path, name: str) -> Source:
+def _read(path: Path | Diagnosis, name: str) -> Source:
+    if isinstance(path, Diagnosis):
+        return replace(from_diagnosis(path.as_dict()), name=name)
     if path.is_file():
         found = read_diagnosis(path)
         return Source(name, None, found.get("environment"), (), found)
@@ -101,7 +111,8 @@ def _read(path: Path, name: str) -> Source:
             f"{path / METRICS} has no row yet, and there is no {DIAGNOSIS}; "
             "wait for the first epoch, or measure with `cenet diagnose`"
         )
-    return Source(name, run["recipe"], run["environment"], metrics, diagnosis)
+    watched = _watched(path / CHANNELS)
+    return Source(name, run["recipe"], run["environment"], metrics, diagnosis, watched)
 
 
 def _metrics(path: Path) -> tuple[dict[str, Any], ...]:
@@ -112,6 +123,23 @@ def _metrics(path: Path) -> tuple[dict[str, Any], ...]:
         wrong = first_problem(row, ROW)
         if wrong:
             raise ValueError(f"{path}, line {number}, is not a row of `cenet train`: {wrong}")
+    return tuple(rows)
+
+
+def _watched(path: Path) -> tuple[dict[str, Any], ...]:
+    if not path.is_file():
+        return ()
+    rows = []
+    try:
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file, restval=""):
+                numbers = {name: float(row[name]) if row[name] else None for name in WATCHED}
+                rows.append(
+                    {"step": int(row["step"]), "layer": printable(row["layer"]), **_plain(numbers)}
+                )
+    except (OSError, ValueError, KeyError, csv.Error) as error:
+        where = f"{path}, line {len(rows) + 2},"
+        raise ValueError(f"{where} is not of `cenet train --monitor-every`: {error}") from error
     return tuple(rows)
 
 
@@ -144,15 +172,16 @@ def _checked(found: dict[str, Any], where: str) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     """The same without characters that do not print and numbers that are not finite."""
     if isinstance(value, dict):
-        return {_printable(key): _plain(item) for key, item in value.items()}
+        return {printable(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, str):
-        return _printable(value)
+        return printable(value)
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
+    """The text, with a sign in place of what does not print."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else "\ufffd" for char in text)
@@ -176,4 +205,4 @@ def _names(places: list[Path]) -> list[str]:
     for index, end in enumerate(ends):
         if end in ends[:index]:
             ends[index] = f"{end} ({index + 1})"
-    return [_printable(end) or "run" for end in ends]
+    return [printable(end) or "run" for end in ends]

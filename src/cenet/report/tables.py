@@ -1,15 +1,19 @@
 """Tables: the headline, the layers, recipe, environment and skipped files."""
 
 from collections.abc import Callable, Sequence
+from pathlib import PurePath
 from typing import Any
 
 from cenet.report.channels import ablation_area
 from cenet.report.layers import mean_correlation, mean_lambda
 from cenet.report.parts import Cell, Column, Fact, Kind, Picture, Table
 from cenet.report.sources import Source
-from cenet.report.words import MISSING, NARROW, show
+from cenet.report.words import MISSING, NARROW, short, show
 
 PICTURES = 8  # of each run
+SMALLEST = 32  # side of an image in which Grad-CAM shows something
+RANDOM = "The weights are random: no checkpoint was given."
+UNNAMED = "No checkpoint was given: unless the network was trained before, its weights are random."
 
 Better = Callable[[list[float]], float]
 
@@ -46,8 +50,21 @@ def facts(sources: Sequence[Source]) -> tuple[Fact, ...]:
         _fact(
             "parameters", "of the network, in millions", sources, _millions, "number", None,
         ),
+        _weights(sources),
     ]  # fmt: skip
+    trained, measured = rows[0], rows[1]
+    if trained is not None and measured is not None and trained.values == measured.values:
+        rows[0] = None  # the same images, said once
     return tuple(row for row in rows if row is not None)
+
+
+def notes(sources: Sequence[Source]) -> tuple[str, ...]:
+    """What a reader must know before any number: whose weights are random."""
+    said = {"random": RANDOM, "not named": UNNAMED}
+    found = [(source.name, said.get(_checkpoint(source))) for source in sources]
+    return tuple(
+        f"{name}: {words}" if len(sources) > 1 else words for name, words in found if words
+    )
 
 
 def inhibited(source: Source) -> float | None:
@@ -92,9 +109,11 @@ def skipped_table(sources: Sequence[Source]) -> Table | None:
 
 
 def pictures(sources: Sequence[Source]) -> tuple[Picture, ...]:
-    """The first Grad-CAMs of each run."""
+    """The first Grad-CAMs of each run, unless its images are too small to look at."""
     found = []
     for run, source in enumerate(sources):
+        if min((source.part("data") or {}).get("size") or [SMALLEST]) < SMALLEST:
+            continue
         for item in (source.part("gradcam") or [])[:PICTURES]:
             words = f"predicted {item['predicted']}"
             label = item.get("label")
@@ -138,6 +157,25 @@ def _accuracy(name: str) -> Callable[[Source], float | None]:
 def _millions(source: Source) -> float | None:
     parameters = (source.part("model") or {}).get("parameters")
     return None if parameters is None else parameters / 1e6
+
+
+def _weights(sources: Sequence[Source]) -> Fact | None:
+    """Where the weights that were measured come from."""
+    found = [source.part("model") for source in sources]
+    if not any(found):
+        return None
+    values = tuple(_checkpoint(source) for source in sources)
+    return Fact("checkpoint", "the weights that were measured", values)
+
+
+def _checkpoint(source: Source) -> str:
+    model = source.part("model")
+    if model is not None and model.get("checkpoint") is not None:
+        return short(PurePath(model["checkpoint"]).name)
+    if model is None or source.recipe is not None:
+        return MISSING
+    # without a folder it was measured from Python, where a network may come trained
+    return "not named" if (source.part("data") or {}).get("folder") is None else "random"
 
 
 def _with_ce(source: Source) -> int | None:

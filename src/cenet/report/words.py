@@ -24,19 +24,28 @@ def show(value: Cell, kind: Kind = "number", *, brief: bool = False) -> str:
 
 
 def compare(values: Mapping[str, float | None], kind: Kind = "number") -> str:
-    """The values of all runs from low to high, `ce 0.5 %, plain 11.6 %`; a single run has no name.
+    """The values of all runs in their order, `plain 11.6 %, ce 0.5 %`; a single run has no name.
 
-    Runs without a value are None, and at least one has a value.
+    Of many runs only the lowest and the highest are named. Runs without a value are None, and at
+    least one has a value.
     """
-    known = sorted((value, name) for name, value in values.items() if value is not None)
+    known = [(value, name) for name, value in values.items() if value is not None]
     if len(values) == 1:
         return show(known[0][0], kind, brief=True)
     if len(known) > LISTED:
         ends = (
-            f"{show(value, kind, brief=True)} ({name})" for value, name in (known[0], known[-1])
+            f"{show(value, kind, brief=True)} ({name})" for value, name in (min(known), max(known))
         )
         return "from " + " to ".join(ends)
     return ", ".join(f"{name} {show(value, kind, brief=True)}" for value, name in known)
+
+
+def brief(value: float) -> str:
+    """Three digits in at most nine characters: `0.25`, `1.9e-4`, `1.87e-7`."""
+    if value and not 1e-3 <= abs(value) < 1e4:
+        digits, power = f"{value:.2e}".split("e")
+        return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
+    return f"{value:.3g}"
 
 
 def count(number: int, noun: str) -> str:

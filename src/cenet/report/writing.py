@@ -16,11 +16,20 @@ import cenet.report.channels as channels
 import cenet.report.layers as layers
 import cenet.report.tables as tables
 from cenet import __version__
+from cenet.analysis.diagnosis import Diagnosis
 from cenet.report.charts import MARKS, STYLE, standalone
 from cenet.report.colours import DARK, LIGHT
 from cenet.report.curves import training_figures
 from cenet.report.parts import Cell, Figure, Page, Section, Table
-from cenet.report.sources import DIAGNOSIS, Source, from_diagnosis, read_diagnosis, read_sources
+from cenet.report.sources import (
+    DIAGNOSIS,
+    Source,
+    from_diagnosis,
+    printable,
+    read_diagnosis,
+    read_sources,
+)
+from cenet.report.watching import watched_figures
 from cenet.report.words import count, show
 from cenet.train.saving import replace_file
 
@@ -33,12 +42,20 @@ button.hidden = false; tell();"""
 FORMULA = ("=", "+", "-", "@")  # what a spreadsheet would run
 
 
-def write_page(sources: Sequence[Path | str], out: Path | str) -> Path:
+def write_page(
+    sources: Sequence[Path | str | Diagnosis],
+    out: Path | str,
+    *,
+    title: str | None = None,
+    lead: Sequence[str] = (),
+) -> Path:
     """Write a page from runs, and its figures as SVG and CSV into `NAME_files` beside it.
 
     Args:
-        sources: folders of `cenet train` or `cenet diagnose`, or diagnosis.json files.
+        sources: folders of `cenet train` or `cenet diagnose`, diagnosis.json files, or diagnoses.
         out: the page, NAME.html.
+        title: of the page; by default the name of the run, or how many there are.
+        lead: paragraphs of plain text under the title.
 
     Returns:
         The page.
@@ -47,17 +64,22 @@ def write_page(sources: Sequence[Path | str], out: Path | str) -> Path:
         ValueError: a source cannot be read, or `out` does not end in .html.
     """
     target = _target(out)
-    return _write(build_page(read_sources([Path(source) for source in sources])), target)
+    found = read_sources([s if isinstance(s, Diagnosis) else Path(s) for s in sources])
+    return _write(build_page(found, title=title, lead=lead), target)
 
 
-def write_diagnosis_page(diagnosis: Mapping[str, Any] | Path | str, out_path: Path | str) -> Path:
-    """Write a page from one diagnosis: its content, or the path of its file or folder.
+def write_diagnosis_page(
+    diagnosis: Diagnosis | Mapping[str, Any] | Path | str, out_path: Path | str
+) -> Path:
+    """Write a page from one diagnosis: itself, its content, or the path of its file or folder.
 
     Raises:
         ValueError: as `write_page`.
     """
     target = _target(out_path)
-    if isinstance(diagnosis, Mapping):
+    if isinstance(diagnosis, Diagnosis):
+        source = from_diagnosis(diagnosis.as_dict())
+    elif isinstance(diagnosis, Mapping):
         source = from_diagnosis(dict(diagnosis))
     else:
         path = Path(diagnosis)
@@ -65,7 +87,9 @@ def write_diagnosis_page(diagnosis: Mapping[str, Any] | Path | str, out_path: Pa
     return _write(build_page([source]), target)
 
 
-def build_page(sources: Sequence[Source]) -> Page:
+def build_page(
+    sources: Sequence[Source], *, title: str | None = None, lead: Sequence[str] = ()
+) -> Page:
     """Everything that can be said about the sources; sections without numbers are left out."""
     drawn = [
         ("channels", "What channels do", (
@@ -77,9 +101,10 @@ def build_page(sources: Sequence[Source]) -> Page:
         ("maps", "Where layers respond", (channels.map_figure,)),
     ]  # fmt: skip
     sections = [Section("training", "Training", tuple(training_figures(sources)))]
-    for key, title, makers in drawn:
+    sections.append(Section("watched", "While it trained", tuple(watched_figures(sources))))
+    for key, heading, makers in drawn:
         figures = (make(sources) for make in makers)
-        sections.append(Section(key, title, tuple(figure for figure in figures if figure)))
+        sections.append(Section(key, heading, tuple(figure for figure in figures if figure)))
     sections += [
         Section(
             "gradcam", "Where the network looks", pictures=tables.pictures(sources), words=LOOKS
@@ -90,13 +115,15 @@ def build_page(sources: Sequence[Source]) -> Page:
         _listed("environment", "Environment", tables.differing(sources, "environment"), DIFFER),
     ]
     names = tuple(source.name for source in sources)
-    title = names[0] if len(names) == 1 else f"{count(len(names), 'run')} compared"
+    usual = names[0] if len(names) == 1 else f"{count(len(names), 'run')} compared"
     return Page(
-        title,
+        usual if title is None else printable(title),
         names,
         tuple(_about(source) for source in sources),
         tables.facts(sources),
         tuple(section for section in sections if section),
+        tuple(printable(paragraph) for paragraph in lead),
+        tables.notes(sources),
     )
 
 
