@@ -19,7 +19,7 @@ from cenet import __version__
 from cenet.analysis.diagnosis import Diagnosis
 from cenet.report.charts import MARKS, STYLE, standalone
 from cenet.report.colours import DARK, LIGHT
-from cenet.report.curves import training_figures
+from cenet.report.curves import training_figures, watched_figures
 from cenet.report.parts import Cell, Figure, Page, Section, Table
 from cenet.report.sources import (
     DIAGNOSIS,
@@ -29,7 +29,6 @@ from cenet.report.sources import (
     read_diagnosis,
     read_sources,
 )
-from cenet.report.watching import watched_figures
 from cenet.report.words import count, show
 from cenet.train.saving import replace_file
 
