@@ -89,8 +89,7 @@ LEVELS = [
     ),
     (
         *("report.parts", "report.words", "report.shape", "report.sources", "report.colours"),
-        *("report.scales", "report.charts", "report.curves", "report.watching", "report.layers"),
-        "report.channels",
+        *("report.scales", "report.charts", "report.curves", "report.layers", "report.channels"),
         *("report.tables", "report.writing", "report"),
     ),
     (

@@ -44,8 +44,8 @@ def facts(sources: Sequence[Source]) -> tuple[Fact, ...]:
             "percent", max,
         ),
         _fact(
-            "Gini of importance", "0: all channels matter the same", sources,
-            lambda s: (s.part("importance") or {}).get("gini"), "number", min,
+            "Gini of importance", "0: all channels matter the same, or none does alone", sources,
+            lambda s: (s.part("importance") or {}).get("gini"), "number", None,
         ),
         _fact(
             "parameters", "of the network, in millions", sources, _millions, "number", None,
