@@ -722,3 +722,10 @@ def test_whole_and_logarithmic_axes():
     assert [log.text(tick) for tick in log.ticks()] == ["1e-4", "0.001", "0.01", "0.1", "1", "10"]
     assert log.place(0) == 0
     assert log.place(0.01) == pytest.approx(0.4)
+
+
+def test_numbers_beyond_drawing_are_refused(tmp_path):
+    found = diagnosis(0, layers=4)
+    found["layers"][0]["mean_abs"][0] = 1e308
+    with pytest.raises(ValueError, match=r"mean_abs\[0\] is 1e\+308, too large to be drawn"):
+        write_diagnosis_page(found, tmp_path / "page.html")

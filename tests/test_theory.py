@@ -740,3 +740,14 @@ def slope(line: list[tuple[float, float]]) -> float:
     """Of a straight line in logarithmic axes, from its ends."""
     (x0, y0), (x1, y1) = line[0], line[-1]
     return math.log(y1 / y0) / math.log(x1 / x0)
+
+
+def test_games_that_overflow_and_shapes_that_do_not_fit():
+    ones = torch.ones(2, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"noise sigma / h.*must be finite"):
+        Game(torch.eye(2, dtype=torch.float64), ones * 1e300, torch.full((2, 3), 1e-300).double()
+             + 1e-300, ones)  # fmt: skip
+    with pytest.raises(ValueError, match="point=0: −1/h has no tangent there"):
+        tangent(ones, 0)
+    with pytest.raises(ValueError, match=r"got \(2,\) and \(3, 3\)"):
+        game_of_block(ones, torch.eye(3, dtype=torch.float64), 0.1)

@@ -48,6 +48,9 @@ SHAPE: dict[str, Any] = {
 }
 
 
+LARGEST = 1e100
+
+
 def first_problem(value: Any, shape: Any = SHAPE, where: str = "") -> str | None:
     """Where a value first differs from a shape, in words; None if it does not."""
     if shape == DATA_URI:
@@ -56,7 +59,10 @@ def first_problem(value: Any, shape: Any = SHAPE, where: str = "") -> str | None
     if isinstance(shape, type):
         accepted = (int, float) if shape is float else shape
         wrong = not isinstance(value, accepted) or (isinstance(value, bool) and shape is not bool)
-        return f"{where} is {_brief(value)}, not {_noun(shape)}" if wrong else None
+        if wrong:
+            return f"{where} is {_brief(value)}, not {_noun(shape)}"
+        large = isinstance(value, int | float) and not -LARGEST <= value <= LARGEST
+        return f"{where} is {_brief(value)}, too large to be drawn" if large else None
     if isinstance(shape, list):
         if not isinstance(value, list):
             return f"{where} is {_brief(value)}, not a list"

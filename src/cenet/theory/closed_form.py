@@ -49,6 +49,8 @@ def tangent(h: Tensor, point: float) -> Tensor:
 
     The paper takes −1 and writes 2 + h; h is positive, so 1 is meant: h − 2.
     """
+    if point == 0:
+        raise ValueError("point=0: −1/h has no tangent there; use 1")
     return (h - 2 * point) / point**2
 
 

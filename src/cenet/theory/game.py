@@ -43,6 +43,7 @@ class Game:
         _check_positive("sigma", self.sigma, "without noise the payoff is unbounded")
         _check_positive("h", self.h, "the noise is sigma / h; shift or scale h")
         _check_positive("budget", self.budget, "leave a channel without power out of the game")
+        _check_values("noise sigma / h", self.noise, tuple(self.h.shape))
         worst = self.noise + (_off_diagonal(self.G).clamp_max(0) @ self.budget)[:, None]
         _check_positive(
             "least noise plus interference", worst, "raise sigma or weaken the negative g_cd"

@@ -29,6 +29,11 @@ def game_of_block(features: Tensor, operator: Tensor, epsilon: float) -> Game:
 
     Shape: features (C, L), operator (C, C).
     """
+    if features.dim() != 2 or operator.shape != (len(features), len(features)):
+        raise ValueError(
+            "features must be (C, L) and operator (C, C), got "
+            f"{tuple(features.shape)} and {tuple(operator.shape)}"
+        )
     if not torch.allclose(operator, operator.mT, rtol=1e-9, atol=0):
         raise ValueError("operator must be symmetric: W and λW + Diag(a_n) are")
     least = float(torch.linalg.eigvalsh(operator)[0])
