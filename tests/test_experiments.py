@@ -13,7 +13,6 @@ pytest.importorskip("matplotlib")
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 SCRIPTS = sorted(path.stem for path in EXPERIMENTS.glob("[a-z]*.py") if path.stem != "theory_game")
 PICTURES = {name for name in SCRIPTS if name.startswith("fig")}
-QUICK = {"fig_magnitude"}
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +25,8 @@ def start(name, *arguments):
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in SCRIPTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_smoke(name, folder):
     """Runs are shared, so a script after others trains only what is missing."""
     if name == "fig_gradcam":
