@@ -4,8 +4,8 @@
     python experiments/fig1b_activations.py --scale smoke
 
 Claim of the paper: the same holds for other rectifiers behind batch norm.
-Cost: 4 runs of VGG-16, 160 epochs, three minutes each on an H200; about 20 s of a CPU core with
---scale smoke.
+Expected cost: 4 runs of VGG-16, 160 epochs, three minutes each on an H200; about 20 s of a CPU
+core with --scale smoke.
 """
 
 from _comparisons import inhibited_and_error

@@ -5,8 +5,8 @@
 
 Claim of the paper: with CE accuracy falls more gently, behind ReLU and ELU: no channel matters
 much more than others.
-Cost: 4 runs of VGG-16, 160 epochs, three minutes each on an H200; about 20 s of a CPU core with
---scale smoke.
+Expected cost: 4 runs of VGG-16, 160 epochs, three minutes each on an H200; about 20 s of a CPU
+core with --scale smoke.
 """
 
 from _comparisons import ablation_curves

@@ -4,8 +4,8 @@
     python experiments/fig_ablation_activations.py --scale smoke
 
 Claim of the paper: leaky ReLU makes channels more equal than ReLU, ELU does not, CE does most.
-Cost: 4 runs of VGG-16, 160 epochs, three minutes each on an H200; about 20 s of a CPU core with
---scale smoke.
+Expected cost: 4 runs of VGG-16, 160 epochs, three minutes each on an H200; about 20 s of a CPU
+core with --scale smoke.
 """
 
 from _comparisons import ablation_curves

@@ -4,7 +4,8 @@
     python experiments/fig_ablation_imagenet.py --scale smoke
 
 Claim of the paper: CE makes channels more equal on ImageNet too.
-Cost: 4 runs on ImageNet, days each on eight GPUs; about 20 s of a CPU core with --scale smoke.
+Expected cost: 4 runs on ImageNet, days each on eight GPUs; about 20 s of a CPU core with
+--scale smoke.
 """
 
 from _comparisons import ablation_curves

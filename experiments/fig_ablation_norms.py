@@ -4,7 +4,8 @@
     python experiments/fig_ablation_norms.py --scale smoke
 
 Claim of the paper: CE is the gentlest and the most accurate of the three.
-Cost: 3 runs on ImageNet, days each on eight GPUs; about 20 s of a CPU core with --scale smoke.
+Expected cost: 3 runs on ImageNet, days each on eight GPUs; about 20 s of a CPU core with
+--scale smoke.
 """
 
 from _comparisons import ablation_curves

@@ -4,9 +4,8 @@
     python experiments/fig_correlation.py --scale smoke
 
 Claim of the paper: BD, IR and CE all have lower correlations than BN, at every depth.
-Cost: 4 runs of VGG-16, 160 epochs, a quarter of an hour each on an H200 (they are watched,
-which CUDA
-graphs do not allow); about 20 s of a CPU core with --scale smoke.
+Expected cost: 4 runs of VGG-16, 160 epochs, a quarter of an hour each on an H200 (they are
+watched, which CUDA graphs do not allow); about 20 s of a CPU core with --scale smoke.
 """
 
 from matplotlib import pyplot as plt

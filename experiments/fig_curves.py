@@ -4,7 +4,8 @@
     python experiments/fig_curves.py --scale smoke
 
 Claim of the paper: CE errs less than SE and BN, in training and in validation.
-Cost: 3 runs on ImageNet, days each on eight GPUs; about 10 s of a CPU core with --scale smoke.
+Expected cost: 3 runs on ImageNet, days each on eight GPUs; about 10 s of a CPU core with
+--scale smoke.
 """
 
 from matplotlib import pyplot as plt

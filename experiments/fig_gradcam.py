@@ -5,8 +5,8 @@
 
 Claim of the paper: CE covers the object more and the background less than BD, so IR helps.
 Pictures only: the paper gives no number, and neither does this.
-Cost: 3 runs on ImageNet, days each on eight GPUs; about 10 s of a CPU core with --scale smoke.
-Needs the extra `gradcam`.
+Expected cost: 3 runs on ImageNet, days each on eight GPUs; about 10 s of a CPU core with
+--scale smoke. Needs the extra `gradcam`.
 """
 
 import base64

@@ -6,8 +6,8 @@
 Claim of the paper: CE generalizes better at every share. The paper trains CE until its training
 error is that of BN; both are reported here, after equal epochs and at the epoch of CE whose
 training error is nearest to BN's last.
-Cost: 10 runs of VGG-16, 160 epochs, three minutes each on an H200; about 40 s of a CPU core
-with --scale smoke.
+Expected cost: 10 runs of VGG-16, 160 epochs, three minutes each on an H200; about 40 s of a CPU
+core with --scale smoke.
 """
 
 from matplotlib import pyplot as plt

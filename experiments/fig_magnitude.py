@@ -4,8 +4,8 @@
     python experiments/fig_magnitude.py --scale smoke
 
 Claim of the paper: behind CE the ℓ2 norm over channels is larger everywhere.
-Cost: 2 runs of VGG-16, 160 epochs, three minutes each on an H200; about 10 s of a CPU core with
---scale smoke.
+Expected cost: 2 runs of VGG-16, 160 epochs, three minutes each on an H200; about 10 s of a CPU
+core with --scale smoke.
 """
 
 from matplotlib import pyplot as plt

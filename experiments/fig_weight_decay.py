@@ -4,10 +4,9 @@
     python experiments/fig_weight_decay.py --scale smoke
 
 Claim of the paper: weight decay puts channels of BN to sleep and costs accuracy; BD prevents
-most
-of it, CE more.
-Cost: 15 runs of VGG-16, 160 epochs, three minutes each on an H200; about 60 s of a CPU core
-with --scale smoke.
+most of it, CE more.
+Expected cost: 15 runs of VGG-16, 160 epochs, three minutes each on an H200; about 60 s of a CPU
+core with --scale smoke.
 """
 
 from matplotlib import pyplot as plt

@@ -4,9 +4,9 @@
     python experiments/table1_resnets.py --scale smoke
 
 Claim of the paper: CE is more accurate than SE at the same cost. Times are ratios to the plain
-network,
-and CE is folded.
-Cost: 9 runs on ImageNet, days each on eight GPUs; about 40 s of a CPU core with --scale smoke.
+network, and CE is folded.
+Expected cost: 9 runs on ImageNet, days each on eight GPUs; about 40 s of a CPU core with
+--scale smoke.
 """
 
 from _experiment import study

@@ -3,9 +3,10 @@
     python experiments/table2_lightweight.py --data IMAGENET --device cuda
     python experiments/table2_lightweight.py --scale smoke
 
-Claim of the paper: CE gains up to 2.1 over plain networks, more than SE, at the same multiply-
-adds.
-Cost: 9 runs on ImageNet, days each on eight GPUs; about 30 s of a CPU core with --scale smoke.
+Claim of the paper: CE gains up to 2.1 over plain networks, more than SE, at the same
+multiply-adds.
+Expected cost: 9 runs on ImageNet, days each on eight GPUs; about 30 s of a CPU core with
+--scale smoke.
 """
 
 from _experiment import study

@@ -6,10 +6,10 @@
 FOLDER holds the classifiers they start from: resnet50.safetensors, ceresnet50.safetensors,
 resnet101.safetensors and ceresnet101.safetensors.
 
-Claim of the paper: CE improves boxes by 2.2 AP and masks by 2.7 with ResNet-50, synchronized CE by
-more, and CE by 1.3 and 0.9 with ResNet-101.
-Cost: 5 runs on COCO, a day each on eight GPUs; about 50 s of a CPU core with --scale smoke, which
-trains on drawn shapes for one epoch.
+Claim of the paper: CE improves boxes by 2.2 AP and masks by 2.7 with ResNet-50, synchronized CE
+by more, and CE by 1.3 and 0.9 with ResNet-101.
+Expected cost: 5 runs on COCO, a day each on eight GPUs; about 50 s of a CPU core with --scale
+smoke, which trains on drawn shapes for one epoch.
 """
 
 import argparse

@@ -4,9 +4,9 @@
     python experiments/table_beta.py --scale smoke
 
 Claim of the paper: most β are not positive, as Remark 1 assumes of inhibited channels. Only
-norms
-that feed an activation alone count: behind the others an addition follows.
-Cost: 3 runs on ImageNet, days each on eight GPUs; about 5 s of a CPU core with --scale smoke.
+norms that feed an activation alone count: behind the others an addition follows.
+Expected cost: 3 runs on ImageNet, days each on eight GPUs; about 5 s of a CPU core with --scale
+smoke.
 """
 
 from _experiment import study

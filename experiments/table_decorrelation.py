@@ -4,7 +4,8 @@
     python experiments/table_decorrelation.py --scale smoke
 
 Claim of the paper: CE is more accurate than IterNorm and switchable whitening.
-Cost: 6 runs on ImageNet, days each on eight GPUs; about 20 s of a CPU core with --scale smoke.
+Expected cost: 6 runs on ImageNet, days each on eight GPUs; about 20 s of a CPU core with
+--scale smoke.
 """
 
 from _comparisons import accuracies

@@ -4,7 +4,8 @@
     python experiments/table_normalizers.py --scale smoke
 
 Claim of the paper: CE improves all of them.
-Cost: 10 runs on ImageNet, days each on eight GPUs; about 30 s of a CPU core with --scale smoke.
+Expected cost: 10 runs on ImageNet, days each on eight GPUs; about 30 s of a CPU core with
+--scale smoke.
 """
 
 from _comparisons import accuracies

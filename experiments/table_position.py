@@ -4,8 +4,8 @@
     python experiments/table_position.py --scale smoke
 
 Claim of the paper: the third, with four times the channels, is better by 0.4.
-Cost: 2 runs on ImageNet, days each on eight GPUs; about 10 s of a CPU core with --scale smoke
-(where both rows are the same run).
+Expected cost: 2 runs on ImageNet, days each on eight GPUs; about 10 s of a CPU core with
+--scale smoke (where both rows are the same run).
 """
 
 from _experiment import study

@@ -68,7 +68,7 @@ def test_every_script_says_what_it_shows(name):
     page = text.split('"""')[1]
     assert f"python experiments/{name}.py --scale smoke" in page
     assert "Claim of the paper:" in page
-    assert "Cost:" in page
+    assert "Expected cost:" in page
 
 
 @pytest.mark.parametrize(

@@ -171,18 +171,17 @@ def resident(n=40, size=10):
     return Resident(images, torch.arange(n) % 4, ("a", "b", "c", "d"))
 
 
+def cropping_loader(data, *, channels_last):
+    return ResidentLoader(
+        data, inputs_of(data), Shard(40, 8), augment="crop_flip", seed=0, device=CPU,
+        channels_last=channels_last,
+    )  # fmt: skip
+
+
 def test_crops_and_flips_on_the_device():
     """Every image of an epoch is a crop of its padded original, flipped or not; all kinds occur."""
     data = resident()
-    loader = ResidentLoader(
-        data,
-        inputs_of(data),
-        Shard(40, 8),
-        augment="crop_flip",
-        seed=0,
-        device=CPU,
-        channels_last=False,
-    )
+    loader = cropping_loader(data, channels_last=False)
     mean, std = inputs_of(data).statistics(CPU)
     expected = data.images.double()
     torch.testing.assert_close(mean.double(), expected.mean((0, 2, 3)), rtol=1e-6, atol=0)
@@ -226,15 +225,7 @@ def batches_equal(first, second):
 
 def test_an_epoch_can_begin_anywhere():
     data = resident()
-    loader = ResidentLoader(
-        data,
-        inputs_of(data),
-        Shard(40, 8),
-        augment="crop_flip",
-        seed=0,
-        device=CPU,
-        channels_last=True,
-    )
+    loader = cropping_loader(data, channels_last=True)
     whole = list(loader.epoch(3))
     assert batches_equal(whole[2:], loader.epoch(3, start=2))
     assert not torch.equal(whole[0][0], next(loader.epoch(4))[0])

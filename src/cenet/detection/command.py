@@ -1,14 +1,14 @@
 """`cenet detect train|eval|show`: parse, run, and say in one line what went wrong."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
 from cenet.detection.engine import DetectionOptions
 from cenet.detection.recipes import RECIPES, find_recipe
 from cenet.detection.run import DetectionJob, evaluate_run, show_run, train
-from cenet.train.command import ended, is_first
+from cenet.train.command import ended, is_first, parse_job
 
 Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 Device = Literal["auto", "cpu", "cuda"]
@@ -33,20 +33,15 @@ def main(arguments: list[str]) -> None:
 
 def parse(arguments: list[str]) -> DetectionJob:
     """The job that the command line asks for."""
-    name, *rest = arguments or ["--help"]
-    if name in ("-h", "--help"):
-        print(f"usage: cenet detect train RECIPE [--field value ...]  ({', '.join(RECIPES)})")
-        print(f"The fields, with the values of {EXAMPLE}:\n")
-        name, rest = EXAMPLE, ["--help"]
-    try:
-        default = DetectionJob(find_recipe(name), DetectionOptions(Path("runs") / f"detect_{name}"))
-        flat: Any = Annotated[DetectionJob, tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff]
-        prog = f"cenet detect train {name}"
-        job: DetectionJob = tyro.cli(flat, default=default, args=rest, prog=prog)
-    except ValueError as error:
-        # all processes have the same arguments
-        raise SystemExit(str(error) if is_first() else 1) from error
-    return job
+    return parse_job(
+        arguments,
+        lambda name: DetectionJob(
+            find_recipe(name), DetectionOptions(Path("runs") / f"detect_{name}")
+        ),
+        command="cenet detect train",
+        recipes=", ".join(RECIPES),
+        example=EXAMPLE,
+    )
 
 
 def run_train(job: DetectionJob) -> None:

@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import tyro
 
@@ -16,24 +16,45 @@ from cenet.train.recipes import RECIPES, find_recipe
 from cenet.train.run import Job, train
 
 EXAMPLE = "digits_ce"
+J = TypeVar("J")
 
 
 def parse(arguments: list[str]) -> Job:
     """The job that the command line asks for."""
+    return parse_job(
+        arguments,
+        lambda name: Job(find_recipe(name), Options(Path("runs") / name)),
+        command="cenet train",
+        recipes=f"{len(RECIPES)}: `cenet recipes`",
+        example=EXAMPLE,
+    )
+
+
+def parse_job(
+    arguments: list[str], default: Callable[[str], J], *, command: str, recipes: str, example: str
+) -> J:
+    """RECIPE [--field value ...]: the default job of the recipe, with fields changed.
+
+    Args:
+        arguments: of the command.
+        default: the job of a recipe by its name; ValueError if there is none.
+        command: what the user typed before the recipe.
+        recipes: which there are, in words.
+        example: the recipe whose fields --help shows.
+    """
     name, *rest = arguments or ["--help"]
     if name in ("-h", "--help"):
-        print(f"usage: cenet train RECIPE [--field value ...]  ({len(RECIPES)}: `cenet recipes`)")
-        print(f"The fields, with the values of {EXAMPLE}:\n")
-        name, rest = EXAMPLE, ["--help"]
+        print(f"usage: {command} RECIPE [--field value ...]  ({recipes})")
+        print(f"The fields, with the values of {example}:\n")
+        name, rest = example, ["--help"]
     try:
-        recipe = find_recipe(name)
-        default = Job(recipe, Options(Path("runs") / name))
-        flat: Any = Annotated[Job, tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff]
-        job: Job = tyro.cli(flat, default=default, args=rest, prog=f"cenet train {name}")
+        job = default(name)
+        flat: Any = Annotated[type(job), tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff]
+        found: J = tyro.cli(flat, default=job, args=rest, prog=f"{command} {name}")
     except ValueError as error:
         # all processes have the same arguments
         raise SystemExit(str(error) if is_first() else 1) from error
-    return job
+    return found
 
 
 def run(job: Job) -> None:

@@ -5,6 +5,7 @@ detectors.
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ class Interrupted(Exception):
     """The run was asked to stop, and has been saved."""
 
 
-class Loop:
+class Loop(ABC):
     """A recipe at work.
 
     Attributes:
@@ -107,35 +108,35 @@ class Loop:
 
     # what a subclass says
 
+    @abstractmethod
     def batches(self, epoch: int, step: int) -> Iterator[Batch]:
         """Batches from this step of an epoch."""
-        raise NotImplementedError
 
+    @abstractmethod
     def add_gradients(self, batch: Batch) -> None:
         """Add the gradient of a batch, and what `position.sums` counts."""
-        raise NotImplementedError
 
     def arguments(self, batch: Batch) -> Batch:
         """What the network is called with."""
         return batch
 
+    @abstractmethod
     def summary(self, sums: list[float]) -> dict[str, float]:
         """The row of an epoch beside its loss, from the sums of all processes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def note(self, sums: list[float]) -> str:
         """What the progress bar says beside the loss."""
-        raise NotImplementedError
 
+    @abstractmethod
     def test(self) -> dict[str, float]:
         """What is measured after an epoch; all processes take part."""
-        raise NotImplementedError
 
+    @abstractmethod
     def line(self, row: dict[str, Any]) -> str:
         """What a log says about an epoch beside its loss and time."""
-        raise NotImplementedError
 
-    def watch(self) -> None:
+    def watch(self) -> None:  # noqa: B027, most loops have nothing to watch
         """Start what looks at the network while it trains, in the first process."""
 
     # running

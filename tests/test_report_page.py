@@ -1,0 +1,320 @@
+"""The page as a file: safe, self-contained, readable; bad sources are refused."""
+
+import csv
+import json
+import re
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from _pages import HOSTILE, Reader, figures
+from _runs import diagnosis, write_run
+from cenet.cli import report
+from cenet.report import write_diagnosis_page, write_page
+from cenet.report.colours import DARK, LIGHT, RAMP, ramp
+from cenet.report.scales import Axis, around
+from cenet.report.sources import from_diagnosis, read_sources
+from cenet.report.words import brief, compare, short, show
+from cenet.report.writing import build_page
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Three runs, and their page."""
+    root = tmp_path_factory.mktemp("runs")
+    write_run(root / "plain", 0, ce=False)
+    write_run(root / "ce", 1)
+    write_run(root / "ce_again", 2, measured=False, epochs=20)  # shorter: cells stay empty
+    write_page([root / "plain", root / "ce", root / "ce_again"], root / "page.html")
+    return root
+
+
+@pytest.fixture(scope="module")
+def page(folder):
+    return Reader((folder / "page.html").read_text())
+
+
+def test_damaged_channels_are_refused(tmp_path):
+    run = write_run(tmp_path / "run", 0, measured=False, watched=True)
+    good = (run / "channels.csv").read_text()
+    for content in (f"{good}1000,a,high,0.5,\n", f"{good}1000,a\nx,", good.replace("step", "at")):
+        (run / "channels.csv").write_text(content)
+        with pytest.raises(ValueError, match=r"channels\.csv, line \d+, is not of `cenet train"):
+            write_page([run], tmp_path / "page.html")
+
+
+def test_figures_are_files_too(folder):
+    built = build_page(read_sources([folder / n for n in ("plain", "ce", "ce_again")]))
+    files = folder / "page_files"
+    names = set()
+    for key, figure in figures(built).items():
+        panels = len(figure.panels)
+        drawn = [f"{key}.svg"] if panels == 1 else [f"{key}-{i + 1}.svg" for i in range(panels)]
+        names |= {f"{key}.csv", *drawn}
+        for name in drawn:
+            root = ElementTree.parse(files / name).getroot()
+            assert root.tag == "{http://www.w3.org/2000/svg}svg"
+            assert "var(" not in (files / name).read_text()  # editors know no variables
+        with (files / f"{key}.csv").open(newline="") as file:
+            rows = list(csv.reader(file))
+        table = figure.numbers or figure.table
+        assert rows[0] == [column.name for column in table.columns]
+        assert rows[1:] == [["" if c is None else str(c) for c in row] for row in table.rows]
+    assert {path.name for path in files.iterdir()} == names
+
+
+def test_a_page_is_replaced_or_left_alone(folder, tmp_path):
+    page = tmp_path / "page.html"
+    page.write_text("before")
+    with pytest.raises(ValueError, match="does not exist"):
+        write_page([folder / "ce", tmp_path / "nowhere"], page)
+    assert page.read_text() == "before"
+    write_page([folder / "ce"], page)
+    assert page.read_text().startswith("<!doctype html>")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "page_files"]
+
+
+def test_three_runs_of_fifty_layers_are_less_than_five_megabytes(tmp_path):
+    for seed in range(3):
+        write_run(tmp_path / f"run{seed}", seed, layers=49, epochs=160)
+    sources = [tmp_path / f"run{seed}" for seed in range(3)]
+    assert write_page(sources, tmp_path / "page.html").stat().st_size < 5e6
+
+
+def test_the_page_needs_nothing_from_outside(folder, page):
+    text = (folder / "page.html").read_text()
+    for _, name, value in page.attributes:
+        if name in ("src", "href", "srcset", "action", "xlink:href"):
+            assert value.startswith(("data:", "#")), value
+    assert set(re.findall(r"https?://[^\s\"']*", text)) == {"http://www.w3.org/2000/svg"}
+    assert "@import" not in text
+    assert "url(" not in text
+    assert "default-src 'none'" in text
+
+
+def test_hostile_names_are_text(tmp_path):
+    run = write_run(tmp_path / HOSTILE.replace("/", "|"), 0, layers=4, epochs=2)
+    found = diagnosis(0, layers=4, name=HOSTILE)
+    for layer in found["layers"]:
+        layer["name"] += HOSTILE
+        layer["norm"] = HOSTILE
+    for part in (found["ablation"], found["importance"], *found["matrices"]):
+        part["layer"] = HOSTILE
+    found["data"]["skipped"] = [{"path": HOSTILE, "reason": HOSTILE}]
+    found["gradcam"][0].update(label=HOSTILE, predicted=HOSTILE)
+    (run / "diagnosis.json").write_text(json.dumps(found))
+    about = json.loads((run / "run.json").read_text())
+    about["environment"][HOSTILE] = HOSTILE
+    about["recipe"]["network"] = HOSTILE
+    (run / "run.json").write_text(json.dumps(about))
+    write_run(tmp_path / "other", 1, layers=4, epochs=2)
+    text = write_page([run, tmp_path / "other"], tmp_path / "page.html").read_text()
+    page = Reader(text)
+    assert len(page.scripts) == 1
+    assert not [attribute for attribute in page.attributes if attribute[1].startswith("on")]
+    assert {tag for tag in page.tags if tag in ("iframe", "object", "embed", "form")} == set()
+    for tag, name, value in page.attributes:
+        assert (tag, name) != ("img", "src") or value.startswith("data:image/png;base64,")
+    assert page.text.count(HOSTILE) > 10
+    for path in (tmp_path / "page_files").glob("*.svg"):
+        tags = {element.tag.split("}")[1] for element in ElementTree.parse(path).iter()}
+        assert tags <= {"svg", "style", "g", "path", "text", "title", "image"}
+
+
+def test_characters_that_do_not_print_are_replaced(tmp_path):
+    found = diagnosis(0, layers=4, name="a\x00b\ud800c\u202ed")
+    page = write_diagnosis_page(found, tmp_path / "page.html").read_text()
+    assert "a\ufffdb\ufffdc\ufffdd" in page
+    run = write_run(tmp_path / "odd\udcff\n", 0, layers=4)
+    assert "odd\ufffd\ufffd" in write_page([run], tmp_path / "page.html").read_text()
+
+
+def test_a_spreadsheet_runs_nothing(tmp_path):
+    run = write_run(tmp_path / "=cmd()", 0, layers=4)
+    write_page([run], tmp_path / "page.html")
+    assert "\n'=cmd()," in (tmp_path / "page_files" / "ablation.csv").read_text()
+
+
+def damage(folder, name, **changes):
+    """A run with other content in one of its files."""
+    run = write_run(folder / "run", 0, layers=4, epochs=2)
+    content = json.loads((run / name).read_text())
+    (run / name).write_text(json.dumps({**content, **changes}))
+    return run
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"version": 2}, "has version 2 and this cenet reads 1"),
+        ({"format": "other"}, "is not a diagnosis: its format is 'other'"),
+        ({"layers": None}, "layers is None, not a list"),
+        ({"layers": [{"name": "x"}]}, r"layers\[0\].channels is missing"),
+        ({"accuracy": {"top1": "high"}}, "accuracy.top1 is 'high', not a number"),
+        ({"threshold": True}, "threshold is True, not a number"),
+        (
+            {"ablation": {"layer": "x", "ratios": [0, 0.5], "top1": [[0.5]]}},
+            "ablation has 2 ratios and 1 in top1",
+        ),
+        (
+            {"matrices": [{"layer": "x", "channels": [1, 2], "values": [[1, 0]]}]},
+            r"matrices\[0\] is not 2 × 2",
+        ),
+        (
+            {"gradcam": [{"image": "javascript:x", "overlay": "", "predicted": "x"}]},
+            r"gradcam\[0\].image is not data:image/png;base64",
+        ),
+    ],
+)
+def test_a_damaged_diagnosis_is_refused(tmp_path, changes, message):
+    run = damage(tmp_path, "diagnosis.json", **changes)
+    with pytest.raises(ValueError, match=message) as error:
+        write_page([run], tmp_path / "page.html")
+    assert str(run) in str(error.value)
+    assert not (tmp_path / "page.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"channels": 3}, r"layers\[0\] has 3 channels and 64 in mean_abs"),
+        ({"asleep": [64]}, r"layers\[0\].asleep names a channel that is not one of its 64"),
+        ({"magnitude": [[1.0], [1.0, 2.0]]}, "magnitude has rows of different lengths"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(change, message):
+    found = diagnosis(0, layers=4)
+    found["layers"][0].update(change)
+    with pytest.raises(ValueError, match=message):
+        from_diagnosis(found)
+
+
+def test_bad_sources_are_named(tmp_path):
+    run = write_run(tmp_path / "run", 0, measured=False, epochs=2)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    cases = [
+        ([], "no run was given"),
+        ([tmp_path / "nowhere"], "nowhere does not exist; give a folder of"),
+        ([empty], "empty holds neither run.json of `cenet train` nor diagnosis.json"),
+        ([run, run], "run was given twice"),
+        ([tmp_path / str(i) for i in range(9)], "9 runs are too many for a page; give at most 8"),
+        ([run / "run.json"], "is not a diagnosis"),
+    ]
+    for paths, message in cases:
+        with pytest.raises(ValueError, match=message):
+            write_page(paths, tmp_path / "page.html")
+    for name in ("page.json", "page", "empty"):
+        with pytest.raises(ValueError, match=r"must be a file that ends in \.html"):
+            write_page([run], tmp_path / name)
+
+
+def test_damaged_runs_are_refused(tmp_path):
+    run = write_run(tmp_path / "run", 0, measured=False, epochs=2)
+    for content, message in (
+        ("", "has no row yet"),
+        ('{"epoch": 1}\n{"epo', "metrics.jsonl cannot be read"),
+        ('{"epoch": 1}\n[]\n', "line 2, is not a row of `cenet train`"),
+        ('{"epoch": 1, "test_loss": "low"}\n', "test_loss is 'low', not a number"),
+    ):
+        (run / "metrics.jsonl").write_text(content)
+        with pytest.raises(ValueError, match=message):
+            write_page([run], tmp_path / "page.html")
+    for content, message in (
+        ("{", "run.json cannot be read"),
+        ("[]", "it holds no object"),
+        ('{"recipe": {}}', "environment is missing"),
+    ):
+        (run / "run.json").write_text(content)
+        with pytest.raises(ValueError, match=message):
+            write_page([run], tmp_path / "page.html")
+    (run / "run.json").write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(ValueError, match=r"run\.json cannot be read"):
+        write_page([run], tmp_path / "page.html")
+
+
+def test_the_command_says_what_went_wrong_in_one_line(tmp_path, capsys):
+    run = write_run(tmp_path / "run", 0, measured=False, epochs=2)
+    report((run,), tmp_path / "page.html")
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'page.html'}\n"
+    with pytest.raises(SystemExit, match="does not exist"):
+        report((tmp_path / "nowhere",), tmp_path / "page.html")
+
+
+def test_headings_captions_and_labels(page):
+    assert page.headings[0] == 1
+    assert page.headings.count(1) == 1
+    assert all(b <= a + 1 for a, b in pairwise(page.headings))
+    drawings = page.tags.count("svg")
+    labelled = [a for a in page.attributes if a[:2] == ("svg", "aria-label") and a[2]]
+    hidden = [a for a in page.attributes if a[:2] == ("svg", "aria-hidden")]
+    assert len(labelled) + len(hidden) == drawings
+    assert page.tags.count("figcaption") == page.tags.count("figure")
+    images = page.tags.count("img")
+    assert len([a for a in page.attributes if a[:2] == ("img", "alt") and a[2]]) == images
+
+
+def luminance(colour):
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
+def test_colours_can_be_read(theme):
+    for ground in ("paper", "card", "wash"):
+        for name in ("ink", "soft", *(f"run{i}" for i in range(8))):
+            pair = sorted((luminance(theme[name]), luminance(theme[ground])))
+            assert (pair[1] + 0.05) / (pair[0] + 0.05) >= 4.5, (name, ground)
+
+
+def test_colours_of_maps_grow_lighter():
+    shades = [luminance("#{:02x}{:02x}{:02x}".format(*ramp(i / 50))) for i in range(51)]
+    assert shades == sorted(shades)
+    assert (ramp(-1), ramp(2)) == (RAMP[0], RAMP[-1])
+
+
+def test_words():
+    assert show(0.12345, "percent") == "12.35\u202f%"
+    assert show(0.12345, "percent", brief=True) == "12.3\u202f%"
+    assert show(14728266) == "14\u202f728\u202f266"
+    assert show(0.41, brief=True) == "0.410"
+    assert show(100.0, brief=True) == "100"
+    assert show(None) == "–"
+    assert compare({"b": 2.0, "a": 1.0, "c": None}) == "b 2.00, a 1.00"  # as given
+    assert compare({"a": 1.0}) == "1.00"
+    many = {str(i): float(i) for i in (3, 0, 5, 1, 2, 4)}
+    assert compare(many) == "from 0.00 (0) to 5.00 (5)"
+    assert [brief(v) for v in (0.0, 2.03, 1.87e-4, 2e-7)] == ["0", "2.03", "1.87e-4", "2e-7"]
+    assert short("x" * 40, 11) == "xxxxx…xxxxx"
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=5), st.booleans())
+def test_an_axis_has_room_for_its_values_and_a_few_round_numbers(values, zero):
+    axis = around("x", values, zero=zero)
+    slack = 1e-6 * (axis.high - axis.low)
+    assert axis.low - slack <= min(values) <= max(values) <= axis.high + slack
+    ticks = axis.ticks()
+    assert 2 <= len(ticks) <= 7
+    assert all(axis.low - slack <= tick <= axis.high + slack for tick in ticks)
+    assert len({axis.text(tick) for tick in ticks}) == len(ticks)
+    assert not zero or axis.low <= 0 <= axis.high
+
+
+def test_whole_and_logarithmic_axes():
+    assert Axis("epoch", 1, 30, whole=True).ticks(8) == [1, 5, 10, 15, 20, 25, 30]
+    assert Axis("epoch", 1, 2, whole=True).ticks() == [1, 2]
+    log = Axis("x", 1e-4, 10, log=True)
+    assert [log.text(tick) for tick in log.ticks()] == ["1e-4", "0.001", "0.01", "0.1", "1", "10"]
+    assert log.place(0) == 0
+    assert log.place(0.01) == pytest.approx(0.4)
+
+
+def test_numbers_beyond_drawing_are_refused(tmp_path):
+    found = diagnosis(0, layers=4)
+    found["layers"][0]["mean_abs"][0] = 1e308
+    with pytest.raises(ValueError, match=r"mean_abs\[0\] is 1e\+308, too large to be drawn"):
+        write_diagnosis_page(found, tmp_path / "page.html")
