@@ -7,6 +7,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -360,6 +361,13 @@ def test_a_network_that_writes_into_its_images():
     found = cenet.diagnose(model, [(given.clone(), labels)])
     assert found.accuracy.top1 == 1
     assert found.ablation.top1[0] == (1.0,) * 5
+    for channel, drop in enumerate(found.importance.drop):
+        without = deepcopy(model)
+        with torch.no_grad():
+            without.conv.weight[channel] = without.conv.bias[channel] = 0
+        left = (without(given.clone()).argmax(1) == labels).double().mean()
+        assert drop == pytest.approx(1 - left.item())
+    assert max(found.importance.drop) > 0
 
 
 def test_recursion_bounds_and_links(tmp_path):

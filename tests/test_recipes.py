@@ -1,5 +1,8 @@
 """Recipes against Appendix E of the paper; their data, order and augmentation."""
 
+import multiprocessing
+import os
+import signal
 from dataclasses import replace
 
 import numpy
@@ -266,6 +269,21 @@ def test_files_do_not_depend_on_workers_or_on_where_an_epoch_begins(folder, augm
     if augment != "none":
         shown = {round(float(images.sum()), 3) for images, _ in alone}
         assert shown.isdisjoint(round(float(images.sum()), 3) for images, _ in loader(0).epoch(2))
+
+
+def test_workers_leave_signals_to_the_run(folder):
+    """A signal to the whole group must not take them away before the run has saved."""
+    files = image_folders(folder, 32, resident=True).train
+    loader = FilesLoader(
+        files, inputs_of(files), Shard(16, 1), augment="none", size=32, seed=0, device=CPU,
+        channels_last=False, workers=1,
+    )  # fmt: skip
+    batches = loader.epoch(0)
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(worker.pid, number)
+    assert len(list(batches)) == 15
 
 
 def gradient(path, size):

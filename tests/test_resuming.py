@@ -232,8 +232,24 @@ def test_channels_are_watched_without_a_trace_and_resumed(tmp_path):
     second = trainer(TINY, tmp_path / "cut", data, **options)
     second.resume()
     second.run()
-    whole, cut = ((tmp_path / name / "channels.csv").read_text() for name in ("whole", "cut"))
-    assert whole == cut
+    # and a run that was killed after it had looked, and before it had saved
+    killed = trainer(TINY, tmp_path / "killed", data, checkpoint_every=2, **options)
+    real = killed._update
+
+    def fail_at_five():
+        if killed.position.updates == 4:
+            raise MemoryError
+        real()
+
+    killed._update = fail_at_five
+    with pytest.raises(MemoryError):
+        killed.run()
+    again = trainer(TINY, tmp_path / "killed", data, **options)
+    again.resume()
+    again.run()
+    names = ("whole", "cut", "killed")
+    whole, *others = ((tmp_path / name / "channels.csv").read_text() for name in names)
+    assert others == [whole, whole]
     rows = list(csv.DictReader(whole.splitlines()))
     assert len({row["layer"] for row in rows}) == 6
     assert sorted({int(row["step"]) for row in rows}) == [0, 2, 4, 6, 8, 10]
