@@ -354,9 +354,9 @@ def test_a_network_that_writes_into_its_images():
         def forward(self, x):
             return self.head(self.act(self.conv(x.mul_(-1))).mean((2, 3)))
 
-    torch.manual_seed(0)
+    torch.manual_seed(4)  # both classes, and every channel counts
     model = Negating().eval()
-    given = images()
+    given = images(24) + 2 * images(24, size=1, seed=1)
     labels = model(given.clone()).argmax(1)
     found = cenet.diagnose(model, [(given.clone(), labels)])
     assert found.accuracy.top1 == 1
@@ -367,7 +367,7 @@ def test_a_network_that_writes_into_its_images():
             without.conv.weight[channel] = without.conv.bias[channel] = 0
         left = (without(given.clone()).argmax(1) == labels).double().mean()
         assert drop == pytest.approx(1 - left.item())
-    assert max(found.importance.drop) > 0
+    assert min(found.importance.drop) > 0
 
 
 def test_recursion_bounds_and_links(tmp_path):
