@@ -53,6 +53,7 @@ IN_PLACE_TOO = (
     [
         *((kind, inplace) for kind in IN_PLACE_TOO for inplace in (False, True)),
         *((kind, False) for kind in (nn.GELU, nn.PReLU, nn.Softplus, nn.Tanh)),
+        *((kind, False) for kind in (nn.Softshrink, nn.Hardshrink)),
     ],
 )
 @pytest.mark.parametrize("training", [False, True])
@@ -62,6 +63,7 @@ def test_activations_before_and_after(kind, inplace, training):
     x = images()
     recorder = record(model, x)
     (layer,) = recorder.layers.values()
+    assert recorder.sites["1"].activation.replace("_", "") == kind.__name__.lower()
     with torch.no_grad():
         before = model[0](x).double().transpose(0, 1).flatten(1)
     assert relative(layer.covariance, torch.cov(before, correction=0)) < TOLERANCE
@@ -70,6 +72,35 @@ def test_activations_before_and_after(kind, inplace, training):
         with torch.no_grad():
             after = model(x).double().abs().mean((0, 2, 3))
         assert relative(layer.mean_abs, after) < TOLERANCE
+
+
+@pytest.mark.parametrize("swish", ["x * sigmoid", "sigmoid * x", "in place"])
+def test_swish_by_hand_is_one_activation_and_gates_are_none(swish):
+    class Hand(nn.Module):
+        def forward(self, x):
+            if swish == "in place":
+                return x.mul_(x.sigmoid())
+            return x * x.sigmoid() if swish == "x * sigmoid" else x.sigmoid() * x
+
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn, self.act = nn.Conv2d(3, 5, 1), nn.BatchNorm2d(5), Hand()
+
+        def forward(self, x):
+            x = self.act(self.bn(self.conv(x)))
+            return x * x.mean((2, 3), keepdim=True).sigmoid() * (2 * x).sigmoid()
+
+    torch.manual_seed(0)
+    model, x = Gated().eval(), images()
+    recorder = record(model, x)
+    assert list(recorder.layers) == ["act"]
+    assert recorder.sites["act"][1:3] == ("silu", ("bn",))
+    with torch.no_grad():
+        before = model.bn(model.conv(x))
+        after = nn.functional.silu(before).double().abs().mean((0, 2, 3))
+    assert relative(recorder.layers["act"].mean, before.double().mean((0, 2, 3))) < TOLERANCE
+    assert relative(recorder.layers["act"].mean_abs, after) < TOLERANCE
 
 
 def test_planted_dead_channels_are_found():

@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
+from torchvision.models import get_weight
 
 import cenet
 from _planted import Planted, Tangled, images
@@ -118,6 +119,44 @@ def test_labelled_images_of_a_checkpoint(folder, tmp_path):
     assert [len(row) for row in found.ablation.top1] == [5] * 10
     assert len(found.importance.drop) == found.layers[0].channels
     assert found.model.checkpoint == str(tmp_path / "weights.pth")
+
+
+def test_pretrained_weights(folder, tmp_path, monkeypatch):
+    """Where torchvision keeps what it has downloaded, there are weights already."""
+    network = create_named("torchvision/resnet18")
+    address = get_weight("ResNet18_Weights.DEFAULT").url
+    cache = tmp_path / "hub" / "checkpoints" / address.rsplit("/", 1)[1]
+    cache.parent.mkdir(parents=True)
+    torch.save(network.state_dict(), cache)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    options = {"size": 32, "limit": 2}
+    found = run("torchvision/resnet18", folder, tmp_path, pretrained=True, **options)
+    same = run("torchvision/resnet18", folder, tmp_path, checkpoint=cache, **options)
+    assert found.layers == same.layers
+    assert found.model.checkpoint == "pretrained"
+
+
+def test_a_wrong_layer_is_found_with_the_first_images():
+    def stream():
+        yield images()
+        raise AssertionError("looked at the second batch")
+
+    with pytest.raises(ValueError, match="layer 'relu7' is not one of"):
+        cenet.diagnose(Tangled(), stream(), layer="relu7")
+
+
+def test_ctrl_c_ends_in_one_word(folder, tmp_path):
+    command = (
+        "import signal, cenet.analysis.command, cenet.cli\n"
+        "cenet.analysis.command.find_images = lambda *_: signal.raise_signal(signal.SIGINT)\n"
+        "cenet.cli.main()"
+    )
+    arguments = ["diagnose", "resnet18", "--data", folder, "--out", tmp_path / "out"]
+    result = subprocess.run(
+        [sys.executable, "-c", command, *arguments], capture_output=True, text=True
+    )
+    assert (result.returncode, result.stderr) == (130, "interrupted\n")
+    assert not (tmp_path / "out").exists()
 
 
 def test_pictures_where_gradcam_is_installed(folder, tmp_path):
@@ -271,12 +310,19 @@ def test_a_run_of_cenet_train(tmp_path, capsys):
     assert everything.accuracy.top1 == pytest.approx(evaluate_run(out)["test_top1"])
     with pytest.raises(ValueError, match="a run with weights of its own"):
         find_examinee(str(out), tmp_path / "weights.pth")
+    with pytest.raises(ValueError, match="leave --pretrained away"):
+        find_examinee(str(out), pretrained=True)
 
 
 BAD = {
     "resnet5000": "resnet5000 is not a timm model",
     "torchvision/fcn_resnet50": "is not a classification network of torchvision",
 }
+
+
+def test_a_network_without_pretrained_weights(folder, tmp_path):
+    with pytest.raises(ValueError, match=r"ceresnet18 cannot be made: .*retrained"):
+        run("ceresnet18", folder, tmp_path, pretrained=True)
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -305,6 +351,7 @@ def test_bad_input_gets_one_line_and_a_non_zero_exit(folder, tmp_path):
         ({"data": None}, "say which images to show to resnet18 with --data"),
         ({"checkpoint": foreign}, r"foreign\.pth does not fit ResNet"),
         ({"checkpoint": damaged}, r"damaged\.safetensors cannot be read as a checkpoint"),
+        ({"checkpoint": foreign, "pretrained": True}, "--pretrained exclude each other"),
         ({"limit": 0}, "--limit 0 must be at least 1"),
         ({"layer": "bn9", "size": 32}, "layer 'bn9' is not one of the layers seen"),
         ({"out": foreign}, "is a file; it must be a folder"),

@@ -162,8 +162,9 @@ def test_copies_are_not_watched():
 
 
 def test_arguments_are_checked():
-    with pytest.raises(ValueError, match="every=0 must be at least 1"):
-        Monitor(Tangled(), to=print, every=0)
+    for every in (0, 1.5):
+        with pytest.raises(ValueError, match=f"every={every} must be a whole number of at least 1"):
+            Monitor(Tangled(), to=print, every=every)
     with pytest.raises(TypeError, match="to=3 must be a file, a SummaryWriter, or a function"):
         Monitor(Tangled(), to=3)
 

@@ -160,6 +160,10 @@ def damage(folder, name, **changes):
             "ablation has 2 ratios and 1 in top1",
         ),
         (
+            {"ablation": {"layer": "x", "ratios": [0, None], "top1": [[0.5], [0.5]]}},
+            r"ablation.ratios\[1\] is None, not a number",
+        ),
+        (
             {"matrices": [{"layer": "x", "channels": [1, 2], "values": [[1, 0]]}]},
             r"matrices\[0\] is not 2 × 2",
         ),
@@ -225,6 +229,8 @@ def test_damaged_runs_are_refused(tmp_path):
             write_page([run], tmp_path / "page.html")
     for content, message in (
         ("{", "run.json cannot be read"),
+        ('{"recipe": ' + "[" * 600 + "]" * 600 + "}", "run.json cannot be read"),
+        ("[" * 100_000, "run.json cannot be read"),
         ("[]", "it holds no object"),
         ('{"recipe": {}}', "environment is missing"),
     ):

@@ -1,6 +1,7 @@
 """The `cenet` command: parse, then one call each."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -164,6 +165,7 @@ def diagnose(
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")],
     data: Path | None = None,
     checkpoint: Path | None = None,
+    pretrained: bool = False,
     limit: int | None = None,
     size: int | None = None,
     batch: int = 32,
@@ -179,6 +181,7 @@ def diagnose(
         data: folder of class folders with images, or of images without labels. A run on digits
             needs none.
         checkpoint: weights of the model (.safetensors or .pth); random without. A run has its own.
+        pretrained: download the weights that timm or torchvision have for the model.
         limit: use so many images, chosen at random.
         size: height and width of the images; by default the network's own.
         batch: images at a time.
@@ -194,8 +197,8 @@ def diagnose(
     out = out or (Path(model) if Path(model).is_dir() else Path("diagnosis"))
     try:
         found = run(
-            model, data, out, checkpoint=checkpoint, limit=limit, size=size, batch=batch,
-            device=device, layer=layer, ablation_images=ablation_images,
+            model, data, out, checkpoint=checkpoint, pretrained=pretrained, limit=limit, size=size,
+            batch=batch, device=device, layer=layer, ablation_images=ablation_images,
         )  # fmt: skip
         print(f"wrote {write_diagnosis_page(found.as_dict(), out / 'diagnosis.html')}")
     except (ValueError, OSError) as error:
@@ -321,6 +324,14 @@ def detect() -> None:
 
 def main() -> None:
     """Entry point of the `cenet` command."""
+    try:
+        _main()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(128 + signal.SIGINT) from None
+
+
+def _main() -> None:
     if sys.argv[1:] == ["--version"]:
         print(f"cenet {__version__}")
         return

@@ -71,7 +71,7 @@ def _load_folder(name: str, folder: Path) -> Any:
     try:
         config = json.loads((folder / "config.json").read_text())
         found = config["architecture"]
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise ValueError(f"{folder} is not a folder of export_safetensors: {error}") from error
     if found != name:
         raise ValueError(f"{folder} holds {found}, not {name}")

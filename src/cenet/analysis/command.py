@@ -50,6 +50,7 @@ def examine(
     out: Path,
     *,
     checkpoint: Path | None = None,
+    pretrained: bool = False,
     limit: int | None = None,
     size: int | None = None,
     batch: int = 32,
@@ -68,7 +69,7 @@ def examine(
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file; it must be a folder")
     place = start(device).device
-    examinee = find_examinee(model, checkpoint)
+    examinee = find_examinee(model, checkpoint, pretrained=pretrained)
     examinee.network.to(place).eval()
     shown = _shown(examinee, data, limit, size or examinee.size, batch)
     with _progress() as progress:
@@ -91,7 +92,7 @@ def examine(
     diagnosis.write(out / FILE)
     notes = [] if shown.note is None else [shown.note]
     if diagnosis.model.checkpoint is None:
-        notes.append(f"The weights of {model} are random: there is no --checkpoint.")
+        notes.append(f"The weights of {model} are random: give --checkpoint or --pretrained.")
     return diagnosis, notes
 
 

@@ -182,7 +182,7 @@ class Diagnosis:
         """Undo `write`; ValueError if the file is damaged or something else."""
         try:
             values = json.loads(path.read_text())
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ValueError(f"{path} cannot be read: {error}") from error
         try:
             return cls.from_dict(values)

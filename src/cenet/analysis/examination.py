@@ -74,7 +74,7 @@ def diagnose(
     started = time.perf_counter()
     network = unwrapped(model)
     with evaluating(network):
-        recorder, sample, seen = _run(network, loader, ablation_images, tell)
+        recorder, sample, seen = _run(network, loader, layer, ablation_images, tell)
         if not recorder.layers:
             raise ValueError(
                 f"{type(network).__name__} applies no activation to feature maps of more than one "
@@ -152,7 +152,7 @@ class _Seen:
 
 @torch.no_grad()
 def _run(
-    network: nn.Module, loader: Iterable[Any], sample_size: int, tell: Report
+    network: nn.Module, loader: Iterable[Any], layer: str | None, sample_size: int, tell: Report
 ) -> tuple[Recorder, Sample, _Seen]:
     device = next((p.device for p in network.parameters()), torch.device("cpu"))
     recorder, sample, seen = Recorder(network), Sample(sample_size), _Seen()
@@ -166,6 +166,8 @@ def _run(
             sample.add(images, labels)  # before the network, which may write into them
         with recorder:
             output = network(images)
+        if layer is not None and not seen.images:
+            find_layer(network, recorder.sites, layer)  # an error now, not after all images
         seen.add(images, labels, output)
         tell("images", seen.images, None)
     if not seen.images:

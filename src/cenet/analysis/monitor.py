@@ -52,8 +52,8 @@ class Monitor:
         self, model: nn.Module, *, to: Callback | str | Path | Any, every: int = EVERY
     ) -> None:
         """Start watching."""
-        if every < 1:
-            raise ValueError(f"every={every} must be at least 1")
+        if not isinstance(every, int) or every < 1:
+            raise ValueError(f"every={every!r} must be a whole number of at least 1")
         if getattr(unwrapped(model), "_compiled_call_impl", None) is not None:
             raise ValueError(
                 "a module compiled in place cannot be watched; use compiled = torch.compile(model) "

@@ -14,7 +14,8 @@ class Recorder(ActivationWatch):
     """Inside the context, every pass of `model` adds to the statistics of its activations.
 
     Memory does not grow with the number of images. In-place operations, shared activation modules
-    and functions are told apart (see `ActivationWatch`); the run itself is not changed.
+    and functions are told apart (see `ActivationWatch`); the run itself is not changed. A pass is
+    one call of `model`; where only parts of it are called, enter the context once per pass.
 
     Attributes:
         sites: by name, in the order of execution.

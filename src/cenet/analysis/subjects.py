@@ -33,26 +33,35 @@ class Examinee(NamedTuple):
     run: tuple[Recipe, Inputs] | None
 
 
-def find_examinee(model: str, checkpoint: Path | None = None) -> Examinee:
+def find_examinee(
+    model: str, checkpoint: Path | None = None, *, pretrained: bool = False
+) -> Examinee:
     """A network by name, or that of a run.
 
     Args:
         model: a timm model, torchvision/NAME, or the folder of a run of `cenet train`.
-        checkpoint: its weights, random otherwise; a run brings its own.
+        checkpoint: its weights; a run brings its own.
+        pretrained: take those of timm or torchvision instead. Random without either.
 
     Raises:
-        ValueError: there is no such network, or the checkpoint cannot be read or does not fit.
+        ValueError: there is no such network, or its weights cannot be read or do not fit.
     """
+    if pretrained and checkpoint is not None:
+        raise ValueError(f"--checkpoint {checkpoint} and --pretrained exclude each other")
     if Path(model).is_dir():
-        if checkpoint is not None:
-            raise ValueError(f"{model} is a run with weights of its own; leave --checkpoint away")
+        if pretrained or checkpoint is not None:
+            option = "--pretrained" if pretrained else "--checkpoint"
+            raise ValueError(f"{model} is a run with weights of its own; leave {option} away")
         return _of_run(Path(model))
-    network = _named(model, checkpoint)
-    name, weights = model, None if checkpoint is None else str(checkpoint)
+    if checkpoint is None:
+        network = create_named(model, pretrained=pretrained)
+    else:
+        network = _loaded(model, checkpoint)
+    weights = "pretrained" if pretrained else None if checkpoint is None else str(checkpoint)
     if model.startswith("torchvision/"):
         inputs = Inputs((), FILES_MEAN, FILES_STD)
         return Examinee(
-            network, name, weights, TORCHVISION_SIZE,
+            network, model, weights, TORCHVISION_SIZE,
             lambda size: _normalized(transforms(None, size), inputs), _imagenet(network), None,
         )  # fmt: skip
     from timm.data.config import resolve_model_data_config
@@ -67,12 +76,10 @@ def find_examinee(model: str, checkpoint: Path | None = None) -> Examinee:
         return own
 
     size = config["input_size"][-1]
-    return Examinee(network, name, weights, size, transform, _imagenet(network), None)
+    return Examinee(network, model, weights, size, transform, _imagenet(network), None)
 
 
-def _named(model: str, checkpoint: Path | None) -> nn.Module:
-    if checkpoint is None:
-        return create_named(model)
+def _loaded(model: str, checkpoint: Path) -> nn.Module:
     if model.removeprefix("ce") in NETWORKS and model.startswith("ce"):
         network: nn.Module = load_network(model, checkpoint)
         return network

@@ -26,6 +26,7 @@ from cenet.nn.norms import norm_channels
 ACTIVATIONS = {
     **{name: name for name in ("relu", "leaky_relu", "elu", "selu", "celu", "silu", "mish")},
     **{name: name for name in ("gelu", "hardswish", "softplus", "tanh", "threshold", "relu6")},
+    **{name: name for name in ("softshrink", "hardshrink")},
     "_prelu_kernel": "prelu",
     "prelu": "prelu",
     "rrelu_with_noise": "rrelu",
@@ -90,6 +91,7 @@ class ActivationWatch(TorchDispatchMode):
         self._stack: list[_Entry] = []
         self._calls: Counter[str] = Counter()
         self._marks: Any = WeakIdKeyDictionary()
+        self._gated: Any = WeakIdKeyDictionary()  # sigmoid(x) -> x
         self._hooks = ExitStack()
 
     def before(self, site: Site, x: Tensor) -> None:
@@ -127,10 +129,10 @@ class ActivationWatch(TorchDispatchMode):
         if func in FUSED:
             return self._fused(func, args)
         name = func.overloadpacket.__name__.removesuffix("_")
-        activation = self._activation(name, args)
-        site = None if activation is None else self._site(activation, args[0])
+        activation, x = self._activation(name, args)
+        site = None if activation is None else self._site(activation, x)
         if site is not None:
-            self.before(site, args[0])
+            self.before(site, x)
         result = func(*args, **kwargs)
         if site is not None:
             self.after(site, result)
@@ -138,16 +140,26 @@ class ActivationWatch(TorchDispatchMode):
             self._marks[result] = _Mark(site.dim)
         else:
             self._follow(name, args, result)
+        if name == "sigmoid":
+            self._gated[result] = x
         return result
 
-    @staticmethod
-    def _activation(name: str, args: tuple[Any, ...]) -> str | None:
+    def _activation(self, name: str, args: tuple[Any, ...]) -> tuple[str | None, Any]:
+        """The name of an activation, if it is one, and what it is applied to."""
+        x = args[0] if args else None
         if name in ("clamp", "clamp_min"):  # at zero from below: relu by another name
             from_zero = len(args) == 2 and isinstance(args[1], int | float) and args[1] == 0
-            return "relu" if from_zero else None
+            return ("relu" if from_zero else None), x
         if name == "hardtanh" and tuple(args[1:]) == (0, 6):
-            return "relu6"
-        return ACTIVATIONS.get(name)
+            return "relu6", x
+        if name == "elu" and len(args) > 2:  # with a scale of its own
+            return "selu", x
+        if name == "mul" and all(isinstance(arg, Tensor) for arg in args):
+            # x * sigmoid(x), as it was written before torch had silu
+            for x, gate in (args, args[::-1]):
+                if self._gated.get(gate) is x:
+                    return "silu", x
+        return ACTIVATIONS.get(name), x
 
     def _fused(self, func: Any, args: tuple[Any, ...]) -> Any:
         place = FUSED[func] % len(args)

@@ -113,7 +113,7 @@ def _part(path: Path, root: Path) -> Scenes:
         raise ValueError(f"{path} is there, but its folder of images {root} is not")
     try:
         coco = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     try:
         return scenes(root.name, coco, root=root)

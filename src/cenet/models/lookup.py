@@ -1,19 +1,24 @@
 """Networks by name: timm's, ours among them, and torchvision's."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 
-def create_named(name: str, num_classes: int | None = None) -> nn.Module:
-    """A network with random weights.
+def create_named(
+    name: str, num_classes: int | None = None, *, pretrained: bool = False
+) -> nn.Module:
+    """A network by name.
 
     Args:
         name: of a timm model such as resnet50, or torchvision/NAME.
         num_classes: by default the network's own.
+        pretrained: with the weights of the library it is from; random otherwise.
 
     Raises:
-        ValueError: there is no such network.
+        ValueError: there is no such network, or no weights of it can be had.
     """
     classes: dict[str, Any] = {} if num_classes is None else {"num_classes": num_classes}
     if name.startswith("torchvision/"):
@@ -25,8 +30,8 @@ def create_named(name: str, num_classes: int | None = None) -> nn.Module:
                 f"{name} is not a classification network of torchvision; see "
                 "torchvision.models.list_models(module=torchvision.models)"
             )
-        network: nn.Module = torchvision.models.get_model(short, weights=None, **classes)
-        return network
+        weights = "DEFAULT" if pretrained else None
+        return _made(name, partial(torchvision.models.get_model, short, weights=weights, **classes))
     import timm
 
     import cenet.models  # noqa: F401, registers
@@ -34,5 +39,13 @@ def create_named(name: str, num_classes: int | None = None) -> nn.Module:
     short = name.removeprefix("timm/")
     if not timm.is_model(short):
         raise ValueError(f"{name} is not a timm model; use torchvision/NAME for torchvision's")
-    model: nn.Module = timm.create_model(short, pretrained=False, **classes)
-    return model
+    return _made(name, partial(timm.create_model, short, pretrained=pretrained, **classes))
+
+
+def _made(name: str, make: Callable[[], nn.Module]) -> nn.Module:
+    try:
+        return make()
+    # no network, no such file, no weights at all: each library has its own errors
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{name} cannot be made: {reason}") from error

@@ -114,6 +114,8 @@ def first_mismatch(found: dict[str, Any]) -> str | None:
         if len(values) != size or not _is_grid(values) or any(len(row) != size for row in values):
             return f"matrices[{index}] is not {size} × {size}, as its channels say"
     ablation = found.get("ablation")
+    if ablation and None in ablation["ratios"]:
+        return f"ablation.ratios[{ablation['ratios'].index(None)}] is None, not a number"
     if ablation and len(ablation["ratios"]) != len(ablation["top1"]):
         return f"ablation has {len(ablation['ratios'])} ratios and {len(ablation['top1'])} in top1"
     return None

@@ -145,12 +145,13 @@ def _watched(path: Path) -> tuple[dict[str, Any], ...]:
 
 def _json(path: Path, author: str) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:  # bytes that are not text and text that is not JSON
+        found = _plain(json.loads(path.read_text()))
+    # bytes that are not text, text that is not JSON, and lists in lists without end
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}; write it again with {author}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} is not of {author}: it holds no object")
-    return dict(_plain(found))
+    return found
 
 
 def _checked(found: dict[str, Any], where: str) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Rows of metrics.jsonl; ValueError if it is damaged."""
     try:
         return [json.loads(line) for line in path.read_text().splitlines()]
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
