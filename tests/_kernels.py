@@ -289,7 +289,8 @@ def check(case: Launch, rtol: float | None = None) -> None:
 def measured(saved: layer.Saved) -> tuple[Tensor, Tensor, Tensor]:
     """Instance mean and variance (N, C), covariance (G, K, K) of a launch without a norm."""
     found = saved.found
-    return found.instances[0] + found.values[0], found.instances[1], found.matrices[2]
+    origin = found.values[8] + found.values[0]
+    return found.instances[0] + origin, found.instances[1], found.matrices[2]
 
 
 def run_average_(

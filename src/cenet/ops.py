@@ -117,12 +117,12 @@ _library.define(
     "norm_ce(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? running_mean, "
     f"Tensor? running_var, Tensor? inv_sqrt, Tensor? inv_std, {_GATE}, {_CONSTANTS}) -> "
     "(Tensor y, Tensor values, Tensor instances, Tensor matrices, Tensor iterates, Tensor hidden, "
-    "Tensor gates, Tensor batch_inv_std)"
+    "Tensor spread, Tensor gates, Tensor batch_inv_std)"
 )
 _library.define(
     f"norm_ce_backward(Tensor grad, Tensor? y, Tensor x, Tensor? weight, Tensor? bias, {_GATE}, "
     "Tensor values, Tensor instances, Tensor matrices, Tensor iterates, Tensor hidden, "
-    f"Tensor gates, Tensor inv_std, {_CONSTANTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, "
+    f"Tensor spread, Tensor gates, Tensor inv_std, {_CONSTANTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, "
     "Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _library.define(
@@ -143,6 +143,7 @@ folded_ce = torch.ops.cenet.folded_ce.default
 
 TENSORS = 14  # among the arguments of norm_ce
 GATE = 6  # gate, λ and α, the last of them
+SAVED = 8  # among the results, for backward
 
 
 def _norm_ce(x: Tensor, residual: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
@@ -151,7 +152,7 @@ def _norm_ce(x: Tensor, residual: Tensor | None, *args: Any) -> tuple[Tensor, ..
     with _device_of(x):
         y, saved = layer.forward(x, residual, *_block_and_settings(*args))
     empty = x.new_empty(0, dtype=torch.float32)
-    gate = saved.gate or (empty, empty.clone(), empty.clone())
+    gate = saved.gate or tuple(empty.clone() for _ in range(4))
     return y, *saved.found, *gate
 
 
@@ -162,7 +163,7 @@ def _norm_ce_backward(
     from cenet.kernels.gate import GateState
     from cenet.kernels.statistics import Statistics
 
-    gate, saved, constants = args[:GATE], args[GATE : GATE + 7], args[GATE + 7 :]
+    gate, saved, constants = args[:GATE], args[GATE : GATE + SAVED], args[GATE + SAVED :]
     running = (None,) * 4
     block, settings = _block_and_settings(weight, bias, *running, *gate, *constants)
     state = None if gate[0] is None else GateState(*saved[4:])
@@ -233,11 +234,12 @@ def _fake_norm_ce(
 
     return (
         _dense_like(x),
-        small(8, channels),
+        small(10, channels),
         small(2, n if ir != ABSENT else 0, channels),
         small(3, *(matrix if bd != ABSENT else (0, 0, 0))),
         small(groups if bd == BATCH else 0, 3 * steps, *matrix[1:]),
         small(0) if w1 is None else small(n, w1.shape[0]),
+        small(0) if w1 is None else small(n),
         small(0) if w1 is None else small(2, n, channels),
         small(0) if w1 is None else small(),
     )
@@ -371,7 +373,7 @@ def _backward_flops(
     grad_shape: Any, y_shape: Any, x_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any
 ) -> int:
     """Pᵀg and Σ g x̂ᵀ, and Q·x̂ with batch statistics; the gate twice."""
-    (_, bd, ir), group_size, w1 = args[15], args[16], args[2]
+    (_, bd, ir), group_size, w1 = args[16], args[17], args[2]
     passes = {ABSENT: 0, BATCH: 3, RUNNING: 2}[bd]
     gate = 8 * x_shape[0] * w1[0] * w1[1] if ir != ABSENT else 0
     return 2 * passes * _matrix_entries(x_shape, group_size) + gate

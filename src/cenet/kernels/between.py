@@ -1,6 +1,7 @@
-"""The second step between the passes: decorrelation and the gate's hidden layer in one launch.
+"""The second step between the passes: the norm, decorrelation and the gate's hidden layer.
 
-They do not need each other, and each alone leaves most of the device idle.
+All in one launch: a program puts the chunks together for its own channels, which is little work, and
+so none has to wait for another.
 """
 
 import torch
@@ -9,127 +10,147 @@ import triton.language as tl
 from torch import Tensor
 
 from cenet.kernels.decorrelation import decorrelate
-from cenet.kernels.gate import ROWS, WIDTH, GateWeights, hidden_layer, tile
+from cenet.kernels.gate import ROWS, WIDTH, GateWeights, Hidden, hidden_layer, split_tile
 from cenet.kernels.launch import empty, launch
-from cenet.kernels.modes import ABSENT, BATCH, Mode
-from cenet.kernels.moments import Parts
-from cenet.kernels.statistics import Statistics, group_constants
-from cenet.kernels.tiles import ceil_div, power_of_2
-
-
-@triton.jit(
-    do_not_specialize=[
-        *("N", "L", "groups", "windows", "splits", "split_windows", "rows", "columns"),
-    ]
+from cenet.kernels.modes import BATCH, Mode
+from cenet.kernels.statistics import (
+    IS_BATCH,
+    Chunks,
+    Statistics,
+    group_channels,
+    group_constants,
+    mean_of_chunks,
+    settle_norm,
 )
+from cenet.kernels.tiles import ceil_div
+
+
+@triton.jit(do_not_specialize=["N", "L", "groups", "windows", "chunks", "samples", "columns"])
 def _between_kernel(
-    gram_ptr,  # (rows, G, K, K), or None
-    pivot_ptr,  # (N·splits, C), if pooled
-    pooled_rest_ptr,  # (N·splits, C), or None
+    origin_ptr,  # (C,), or None: nothing was measured
+    mean_ptr,  # (S, C)
+    square_ptr,  # (S, C)
+    spread_ptr,  # (S, C), or None
+    gram_ptr,  # (S, G, K, K), or None
+    pooled_mean_ptr,  # (S, C), or None
+    weight_ptr,  # (C,), or None
+    bias_ptr,  # (C,), or None
+    running_mean_ptr,  # (C,), or None
+    running_var_ptr,  # (C,), or None
     running_inv_sqrt_ptr,  # (G, K, K), or None
     mix_logit_ptr,  # (), or None
     blend_ptr,  # (), or None
-    values_ptr,  # (8, C)
+    values_ptr,  # (10, C)
     matrices_ptr,  # (3, G, K, K)
     iterates_ptr,  # (G, 3·steps, K, K)
     var_ptr,  # (N, C), or None
     w1_ptr,  # (H, C), or None
-    s_ptr,  # (G,), or None
-    running_inv_std_ptr,  # (), or None
-    inv_std_ptr,  # ()
-    hidden_ptr,  # (N, H)
+    s_ptr,  # (depths,), or None
+    hidden_ptr,  # (depths, N, H)
     N,
     C,
     L,
     H,
     groups,
     windows,
-    splits,
-    split_windows,
-    rows,
+    chunks,
+    samples,
     columns,
-    eps,
+    depths,
+    norm_eps,
     K: tl.constexpr,
     KP: tl.constexpr,
-    BN: tl.constexpr,
     BR: tl.constexpr,
+    BS: tl.constexpr,
     STEPS: tl.constexpr,
+    NORM: tl.constexpr,
     BD: tl.constexpr,
     IR: tl.constexpr,
-    GP: tl.constexpr,
     GATE_BN: tl.constexpr,
     GATE_BW: tl.constexpr,
     GATE_BK: tl.constexpr,
 ):
     program = tl.program_id(0)
-    first = 0  # program of the hidden layer
-    if BD > 0:
-        first = groups
-        if program < groups:
+    if program < groups:
+        BATCH_ANY: tl.constexpr = NORM == IS_BATCH or BD == IS_BATCH or IR == IS_BATCH
+        _, channel, valid = group_channels(program, C, K, KP)
+        apart, middle, rstd, gamma, beta = settle_norm(
+            channel, valid, origin_ptr, mean_ptr, square_ptr, spread_ptr, weight_ptr, bias_ptr,
+            running_mean_ptr, running_var_ptr, values_ptr, N, C, L, chunks, samples, norm_eps, KP,
+            BS, NORM, BATCH_ANY,
+        )  # fmt: skip
+        pixels = L
+        if pooled_mean_ptr is not None:
+            middle = mean_of_chunks(pooled_mean_ptr, channel, valid, N, C, chunks, samples, KP, BS)
+            pixels = windows
+        tl.store(values_ptr + 6 * C + channel, (apart + middle) * rstd, mask=valid)
+        if BD > 0:
             decorrelate(
-                program, gram_ptr, pivot_ptr, pooled_rest_ptr, running_inv_sqrt_ptr, mix_logit_ptr,
-                blend_ptr, values_ptr, matrices_ptr, iterates_ptr, N, C, L, groups, windows, splits,
-                split_windows, rows, K, KP, BN, BR, STEPS, BD,
+                program, mean_ptr if pooled_mean_ptr is None else pooled_mean_ptr, gram_ptr,
+                running_inv_sqrt_ptr, mix_logit_ptr, blend_ptr, values_ptr, matrices_ptr,
+                iterates_ptr, middle, rstd, gamma, beta, N, C, pixels, groups, chunks, samples, K,
+                KP, BR, BS, STEPS, BD,
             )  # fmt: skip
+        else:
+            tl.store(values_ptr + 4 * C + channel, tl.zeros((KP,), tl.float32), mask=valid)
     if IR > 0:
-        if program >= first:
-            block = program - first
+        if program >= groups:
+            block = program - groups
             hidden_layer(
-                block // columns, block % columns, var_ptr, values_ptr, w1_ptr, s_ptr,
-                running_inv_std_ptr, inv_std_ptr, hidden_ptr, N, C, H, groups, eps, GP,
-                GATE_BN, GATE_BW, GATE_BK,
+                block // columns // depths, block // depths % columns, block % depths, mean_ptr,
+                square_ptr, spread_ptr, weight_ptr, running_var_ptr, var_ptr, w1_ptr, s_ptr,
+                hidden_ptr, N, C, L, H, chunks, samples, norm_eps, NORM, BS, GATE_BN, GATE_BW,
+                GATE_BK,
             )  # fmt: skip
 
 
 def between(
     found: Statistics,
-    s_parts: Tensor,
-    parts: Parts | None,
+    chunks: Chunks | None,
     shape: torch.Size,
     group_size: int,
     mode: Mode,
     *,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
     inv_sqrt: Tensor | None,
-    inv_std: Tensor | None,
     gate: GateWeights | None,
     mix_logit: Tensor | None,
     blend: Tensor | None,
-    eps: float,
+    norm_eps: float,
     steps: int,
-    pool: int,
-) -> tuple[Tensor, Tensor] | None:
-    """Fill in `found`; return the hidden layer (N, H) and s^{-1/2} if there is a gate.
+    windows: int,
+) -> Hidden | None:
+    """Fill in `found`, from what was measured; return the hidden layer if there is a gate.
 
-    `inv_sqrt` and `inv_std` are the running statistics, where the mode says so.
+    Running statistics are given where the mode says so.
     """
     n, channels, height, width = shape
-    groups = ceil_div(channels, group_size)
-    units = 0 if gate is None else gate.w1.shape[0]
-    hidden, batch_inv_std = empty(s_parts.device, n, units), empty(s_parts.device)
-    columns = ceil_div(units, WIDTH)
-    programs = groups if mode.bd != ABSENT else 0
-    programs += ceil_div(n, ROWS) * columns
-    gram = pivot = pooled = None
-    splits = 1
-    if parts is not None:
-        gram, pivot, pooled, splits = parts.gram, parts.pivot, parts.pooled_rest, parts.splits
-    high, wide = ceil_div(height, pool), ceil_div(width, pool)
+    groups, device = ceil_div(channels, group_size), found.values.device
+    cut = gate_constants(channels)
+    columns = depths = 0
+    hidden = None
+    if gate is not None:
+        columns, depths = ceil_div(len(gate.w1), WIDTH), ceil_div(channels, cut["GATE_BK"])
+        s = empty(device, depths) if mode.ir == BATCH else None
+        hidden = Hidden(empty(device, depths, n, len(gate.w1)), s)
+    measured = (None,) * 6 if chunks is None else chunks[:6]
     launch(
-        _between_kernel, (programs,),
-        gram, pivot, pooled, inv_sqrt, mix_logit, blend,
+        _between_kernel, (groups + ceil_div(n, ROWS) * columns * depths,),
+        *measured, weight, bias, running_mean, running_var, inv_sqrt, mix_logit, blend,
         found.values, found.matrices, found.iterates, None if gate is None else found.instances[1],
-        None if gate is None else gate.w1, s_parts if mode.ir == BATCH else None, inv_std,
-        batch_inv_std, hidden, n, channels, height * width, units, groups,
-        high * wide, splits, ceil_div(high, splits) * wide, 0 if gram is None else len(gram),
-        columns, eps, STEPS=steps, GP=power_of_2(groups),
-        **between_constants(group_size, mode, channels),
+        None if gate is None else gate.w1, hidden and hidden.s, hidden and hidden.parts, n,
+        channels, height * width, 0 if gate is None else len(gate.w1), groups, windows,
+        0 if chunks is None else len(chunks.mean), 0 if chunks is None else chunks.samples,
+        columns, depths, norm_eps, STEPS=steps, **group_constants(group_size, mode), **cut,
     )  # fmt: skip
-    return None if gate is None else (hidden, batch_inv_std)
+    return hidden
 
 
-def between_constants(group_size: int, mode: Mode, depth: int) -> dict[str, int]:
-    """What a kernel is compiled for that does a job for each group and a job of the gate."""
-    constants = group_constants(group_size, mode)
-    del constants["NORM"]
-    gate = {f"GATE_{name}": value for name, value in tile(depth).items() if name != "num_warps"}
-    return constants | gate
+def gate_constants(channels: int) -> dict[str, int]:
+    """What a kernel is compiled for that does a job of the gate, split by channels."""
+    cut = split_tile(channels)
+    del cut["num_warps"]
+    return {f"GATE_{name}": size for name, size in cut.items()}

@@ -11,11 +11,11 @@ from cenet.kernels.gate import load_blend, load_lambda
 from cenet.kernels.newton import newton, newton_backward
 from cenet.kernels.statistics import (
     IS_BATCH,
+    chunk_samples,
     group_channels,
-    load_apart,
     load_rows,
-    mean_apart,
-    part_pixels,
+    sum_of_grams,
+    sum_of_rows,
 )
 from cenet.kernels.tiles import dot
 
@@ -24,63 +24,35 @@ LEAST_RIDGE = tl.constexpr(RIDGE_FLOOR)
 
 
 @triton.jit
-def sum_of_grams(ptr, group, rows, C, G, K: tl.constexpr, KP: tl.constexpr, BR: tl.constexpr):
-    """Sum over programs of a group's (K, K) matrix, as (KP, KP)."""
-    entry = tl.arange(0, KP * KP)
-    i, j = entry // KP, entry % KP
-    size = tl.minimum(C - group * K, K)
-    inside = (i < size) & (j < size)
-    total = tl.zeros((BR, KP * KP), tl.float32)
-    for start in tl.range(0, rows, BR, num_stages=4):
-        row = start + tl.arange(0, BR)
-        offsets = (row[:, None].to(tl.int64) * G + group) * K * K + (i * K + j)[None, :]
-        mask = (row < rows)[:, None] & inside[None, :]
-        total += tl.load(ptr + offsets, mask=mask, other=0.0)
-    return tl.reshape(tl.sum(total, 0), (KP, KP))
-
-
-@triton.jit
-def sum_of_splits(ptr, n, channel, valid, N, C, splits):
-    """A block of an (N·splits, C) matrix, splits of a row added."""
-    total, _ = load_rows(ptr, n * splits, channel, valid, N * splits, C)
-    for split in range(1, splits):
-        total += load_rows(ptr, n * splits + split, channel, valid, N * splits, C)[0]
-    return total
-
-
-@triton.jit
 def decorrelate(
     group,
-    gram_ptr,  # (rows, G, K, K), or None
-    pivot_ptr,  # (N·splits, C), if pooled
-    pooled_rest_ptr,  # (N·splits, C), or None
+    mean_ptr,  # (S, C), of the pooled x if pooled
+    gram_ptr,  # (S, G, K, K), or None
     running_inv_sqrt_ptr,  # (G, K, K), or None
     mix_logit_ptr,  # (), or None
     blend_ptr,  # (), or None
-    values_ptr,  # (8, C): reads center, rstd, γ and β, writes offset and pooled mean
+    values_ptr,  # (10, C): writes offset
     matrices_ptr,  # (3, G, K, K)
     iterates_ptr,  # (G, 3·steps, K, K)
+    middle,
+    rstd,
+    gamma,
+    beta,
     N,
     C,
-    L,
+    L,  # pixels of what the covariance is of
     G,
-    windows,
-    splits,
-    split_windows,
-    rows,
+    chunks,
+    samples,
     K: tl.constexpr,
     KP: tl.constexpr,
-    BN: tl.constexpr,
     BR: tl.constexpr,
+    BS: tl.constexpr,
     STEPS: tl.constexpr,
     BD: tl.constexpr,
 ):
     """W by Newton's iteration, or the running one; P = αλ W Diag(γ) and the offset αλ W β."""
     place, channel, valid = group_channels(group, C, K, KP)
-    center = tl.load(values_ptr + channel, mask=valid, other=0.0)
-    rstd = tl.load(values_ptr + C + channel, mask=valid, other=0.0)
-    gamma = tl.load(values_ptr + 2 * C + channel, mask=valid, other=0.0)
-    beta = tl.load(values_ptr + 3 * C + channel, mask=valid, other=0.0)
     size = tl.cast(G, tl.int64) * K * K
     i, j = place[:, None], place[None, :]
     inside = valid[:, None] & valid[None, :]
@@ -89,29 +61,14 @@ def decorrelate(
     offsets = i * K + j
     matrix = group.to(tl.int64) * K * K + offsets
     if BD == IS_BATCH:
-        cov = sum_of_grams(gram_ptr, group, rows, C, G, K, KP, BR)
-        if pooled_rest_ptr is not None:
-            origin = tl.load(pivot_ptr + channel, mask=valid, other=0.0)
-            parts = N * splits
-            middle = mean_apart(
-                pivot_ptr, pooled_rest_ptr, origin, channel, valid, parts, splits, split_windows,
-                windows, C, KP, BN,
-            )  # fmt: skip
-            between = tl.zeros((KP, KP), tl.float32)
-            for start in range(0, parts, BN):
-                part = start + tl.arange(0, BN)
-                apart, mask = load_apart(
-                    pivot_ptr, pooled_rest_ptr, part, origin, channel, valid, parts, C
-                )
-                apart = tl.where(mask, apart - middle[None, :], 0.0)
-                weight = part_pixels(part, splits, split_windows, windows)[:, None]
-                between += dot(tl.trans(apart * weight), apart)
-            cov = (cov + between) / (tl.cast(N, tl.float32) * windows)
-            pooled = ((origin - center) + middle) * rstd
-            tl.store(values_ptr + 6 * C + channel, pooled, mask=valid)
-        else:
-            between = tl.load(matrices_ptr + 2 * size + matrix, mask=whole, other=0.0)
-            cov = (cov + between) / (tl.cast(N, tl.float32) * L)
+        cov = sum_of_grams(gram_ptr, group, 0, chunks, C, G, K, KP, BR)
+        for start in range(0, chunks, BS):
+            chunk = start + tl.arange(0, BS)
+            mean, mask = load_rows(mean_ptr, chunk, channel, valid, chunks, C)
+            apart = tl.where(mask, mean - middle[None, :], 0.0)
+            weight = chunk_samples(chunk, N, samples)[:, None] * L
+            cov += dot(tl.trans(apart * weight), apart)
+        cov = cov / (tl.cast(N, tl.float32) * L)
         cov = tl.where(inside, cov * rstd[:, None] * rstd[None, :], 0.0)
         tl.store(matrices_ptr + 2 * size + matrix, cov, mask=whole)
         sigma = cov * gamma[:, None] * gamma[None, :]
@@ -134,9 +91,9 @@ def decorrelate(
 @triton.jit
 def decorrelate_backward(
     group,
-    grad_P_ptr,  # (rows, G, K, K)
-    grad_c_ptr,  # (N·splits, C)
-    values_ptr,  # (8, C)
+    grad_P_ptr,  # (S, G, K, K)
+    sums_ptr,  # (4, S, C): the first are those of gc
+    values_ptr,  # (10, C)
     matrices_ptr,  # (3, G, K, K)
     iterates_ptr,  # (G, 3·steps, K, K)
     mix_logit_ptr,  # (), or None
@@ -150,12 +107,11 @@ def decorrelate_backward(
     L,
     G,
     windows,
-    rows,
-    splits,
+    chunks,
     K: tl.constexpr,
     KP: tl.constexpr,
-    BN: tl.constexpr,
     BR: tl.constexpr,
+    BS: tl.constexpr,
     STEPS: tl.constexpr,
     BD: tl.constexpr,
 ):
@@ -164,11 +120,7 @@ def decorrelate_backward(
     gamma = tl.load(values_ptr + 2 * C + channel, mask=valid, other=0.0)
     beta = tl.load(values_ptr + 3 * C + channel, mask=valid, other=0.0)
     size = tl.cast(G, tl.int64) * K * K
-    grad_c_rows = tl.zeros((BN, KP), tl.float32)
-    for start in tl.range(0, N * splits, BN, num_stages=4):
-        part = start + tl.arange(0, BN)
-        grad_c_rows += load_rows(grad_c_ptr, part, channel, valid, N * splits, C)[0]
-    grad_c_sum = tl.sum(grad_c_rows, 0)
+    grad_c_sum = sum_of_rows(sums_ptr, channel, valid, chunks, C, KP, BS)
     i, j = place[:, None], place[None, :]
     inside = valid[:, None] & valid[None, :]
     whole = (i < K) & (j < K)
@@ -177,7 +129,7 @@ def decorrelate_backward(
     matrix = group.to(tl.int64) * K * K + offsets
     W = tl.load(matrices_ptr + matrix, mask=inside, other=0.0)
     share = load_blend(blend_ptr) * load_lambda(mix_logit_ptr, 1.0)
-    grad_P = sum_of_grams(grad_P_ptr, group, rows, C, G, K, KP, BR)
+    grad_P = sum_of_grams(grad_P_ptr, group, 0, chunks, C, G, K, KP, BR)
     grad_M = grad_P * gamma[None, :] + grad_c_sum[:, None] * beta[None, :]
     through_W = tl.sum(tl.sum(W * grad_M, 0))
     grad_gamma = share * tl.sum(W * grad_P, 0)

@@ -13,8 +13,15 @@ import triton.language as tl
 from torch import Tensor
 
 from cenet.functional import GATE_NORM_EPS
-from cenet.kernels.launch import launch
+from cenet.kernels.launch import empty, launch
 from cenet.kernels.moments import Parts
+from cenet.kernels.statistics import (
+    IS_BATCH,
+    inverse_spread,
+    load_gamma,
+    mean_of_chunks,
+    sum_of_rows,
+)
 from cenet.kernels.tiles import at_least_0, ceil_div, dot, power_of_2
 
 # a program takes ROWS samples and WIDTH columns of the result, and adds up DEPTH terms at a time
@@ -22,10 +29,9 @@ ROWS = 16
 WIDTH = 32
 DEPTH = 64
 WARPS = 4
-# of a folded layer: there are few programs, so that each does much at once
-FOLDED_DEPTH = 256
+MOST_DEPTH = 256
+MOST_DEPTHS = 8  # parts of the hidden layer
 FOLDED_SPLITS = 8
-FOLDED_PARTS = 8
 
 
 class GateWeights(NamedTuple):
@@ -37,10 +43,18 @@ class GateWeights(NamedTuple):
     w2: Tensor  # (C, H)
 
 
+class Hidden(NamedTuple):
+    """z / r² in parts, one for every so many channels."""
+
+    parts: Tensor  # (depths, N, H)
+    s: Tensor | None  # (depths,), parts of Σ σ̃²; None if r is a running statistic
+
+
 class GateState(NamedTuple):
     """What the forward pass leaves to the backward pass."""
 
-    hidden: Tensor  # (N, H), z
+    hidden: Tensor  # (N, H), z standardized
+    spread: Tensor  # (N,), what it was multiplied by
     gates: Tensor  # (2, N, C): gate and w
     inv_std: Tensor  # (), r
 
@@ -89,41 +103,54 @@ def load_vector(ptr, index, size):
 def hidden_layer(
     row,
     column,
+    depth,
+    mean_ptr,  # (S, C)
+    square_ptr,  # (S, C)
+    spread_ptr,  # (S, C), sum of the instance variances
+    weight_ptr,  # (C,), or None
+    running_var_ptr,  # (C,), or None
     var_ptr,  # (N, C)
-    values_ptr,  # (8, C)
     w1_ptr,  # (H, C)
-    s_ptr,  # (G,) parts of Σ σ̃², or None
-    running_inv_std_ptr,  # (), if there are no parts
-    inv_std_ptr,  # (), r
-    hidden_ptr,  # (N, H)
+    s_ptr,  # (depths,) parts of Σ σ̃², or None
+    hidden_ptr,  # (depths, N, H)
     N,
     C,
+    L,
     H,
-    G,
-    eps,
-    GP: tl.constexpr,
+    chunks,
+    samples,
+    norm_eps,
+    NORM: tl.constexpr,
+    BS: tl.constexpr,
     BN: tl.constexpr,
     BW: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """z = u W1ᵀ for a block of samples and a block of units."""
+    """A part of z / r² for a block of samples and a block of units: what BK channels add to it."""
     n = row * BN + tl.arange(0, BN)
     h = column * BW + tl.arange(0, BW)
-    if s_ptr is not None:
-        part = tl.arange(0, GP)
-        s = tl.sum(tl.load(s_ptr + part, mask=part < G, other=0.0)) / N / C
-        r = 1 / tl.sqrt(s + eps)
+    c = depth * BK + tl.arange(0, BK)
+    valid = c < C
+    middle = tl.zeros((BK,), tl.float32)
+    if NORM == IS_BATCH:
+        middle = mean_of_chunks(mean_ptr, c, valid, N, C, chunks, samples, BK, BS)
+        rstd, _ = inverse_spread(
+            mean_ptr, square_ptr, None, middle, c, valid, N, C, L, chunks, samples, norm_eps,
+            NORM, BK, BS,
+        )  # fmt: skip
     else:
-        r = tl.load(running_inv_std_ptr).to(tl.float32)
-    total = tl.zeros((BN, BW), tl.float32)
-    for start in range(0, C, BK):
-        c = start + tl.arange(0, BK)
-        scale = load_vector(values_ptr + 7 * C, c, C)
-        u = load_block(var_ptr, n, c, N, C) * (scale * scale * r * r)[None, :]
-        total += dot(u, tl.trans(load_block(w1_ptr, h, c, H, C)))
-    store_block(hidden_ptr, n, h, N, H, total)
-    if (row == 0) & (column == 0):
-        tl.store(inv_std_ptr, r)
+        rstd, _ = inverse_spread(
+            None, None, running_var_ptr, middle, c, valid, N, C, L, chunks, samples, norm_eps,
+            NORM, BK, BS,
+        )  # fmt: skip
+    scale = load_gamma(weight_ptr, c, valid) * rstd
+    u = load_block(var_ptr, n, c, N, C) * (scale * scale)[None, :]
+    part = dot(u, tl.trans(load_block(w1_ptr, h, c, H, C)))
+    store_block(hidden_ptr + tl.cast(depth, tl.int64) * N * H, n, h, N, H, part)
+    if s_ptr is not None:
+        if (row == 0) & (column == 0):
+            spread = sum_of_rows(spread_ptr, c, valid, chunks, C, BK, BS)
+            tl.store(s_ptr + depth, tl.sum(spread * scale * scale))
 
 
 @triton.jit
@@ -153,8 +180,7 @@ def _folded_hidden_kernel(
     rest_ptr,  # (N·splits, C)
     square_ptr,  # (N·splits, C)
     w1_ptr,  # (H, C)
-    inv_std_ptr,  # ()
-    hidden_ptr,  # (parts, N, H)
+    hidden_ptr,  # (depths, N, H)
     N,
     C,
     H,
@@ -165,73 +191,84 @@ def _folded_hidden_kernel(
     BW: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """z in parts, one for every BK channels."""
+    """z / r² in parts, one for every BK channels."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     h = tl.program_id(1) * BW + tl.arange(0, BW)
     c = tl.program_id(2) * BK + tl.arange(0, BK)
-    r = tl.load(inv_std_ptr).to(tl.float32)
     var = load_variance(pivot_ptr, rest_ptr, square_ptr, n, c, N, C, L, split_pixels, SPLITS)
-    part = dot(var * (r * r), tl.trans(load_block(w1_ptr, h, c, H, C)))
+    part = dot(var, tl.trans(load_block(w1_ptr, h, c, H, C)))
     store_block(hidden_ptr + tl.cast(tl.program_id(2), tl.int64) * N * H, n, h, N, H, part)
 
 
 @triton.jit
-def load_hidden(hidden_ptr, n, h, N, H, PARTS: tl.constexpr):
+def load_hidden(hidden_ptr, n, h, N, H, r2, DEPTHS: tl.constexpr):
     """A block of z, from its parts."""
     z = load_block(hidden_ptr, n, h, N, H)
-    for part in tl.static_range(1, PARTS):
-        z += load_block(hidden_ptr + tl.cast(part, tl.int64) * N * H, n, h, N, H)
-    return z
+    for depth in tl.static_range(1, DEPTHS):
+        z += load_block(hidden_ptr + tl.cast(depth, tl.int64) * N * H, n, h, N, H)
+    return z * r2
 
 
 @triton.jit
 def row_moments(
-    hidden_ptr, n, N, H, eps, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr = 1
+    hidden_ptr, n, N, H, r2, eps, BN: tl.constexpr, BK: tl.constexpr, DEPTHS: tl.constexpr
 ):
     """Mean and inverse spread of the rows of z."""
     mean = tl.zeros((BN,), tl.float32)
     for start in range(0, H, BK):
-        mean += tl.sum(load_hidden(hidden_ptr, n, start + tl.arange(0, BK), N, H, PARTS), 1)
+        mean += tl.sum(load_hidden(hidden_ptr, n, start + tl.arange(0, BK), N, H, r2, DEPTHS), 1)
     mean = mean / H
     square = tl.zeros((BN,), tl.float32)
     for start in range(0, H, BK):
         h = start + tl.arange(0, BK)
-        z = load_hidden(hidden_ptr, n, h, N, H, PARTS) - mean[:, None]
+        z = load_hidden(hidden_ptr, n, h, N, H, r2, DEPTHS) - mean[:, None]
         square += tl.sum(tl.where((h < H)[None, :], z * z, 0.0), 1)
     return mean, 1 / tl.sqrt(square / H + eps)
 
 
 @triton.jit
 def _gate_kernel(
-    hidden_ptr,  # (PARTS, N, H)
+    hidden_ptr,  # (DEPTHS, N, H)
+    s_ptr,  # (DEPTHS,), or None
+    running_inv_std_ptr,  # (), if there is no s
     norm_weight_ptr,  # (H,)
     norm_bias_ptr,  # (H,)
     w2_ptr,  # (C, H)
-    inv_std_ptr,  # ()
     mix_logit_ptr,  # (), or None
     blend_ptr,  # (), or None
     share_ptr,  # (), or None
     offset_ptr,  # (), if there is a share
-    gate_ptr,  # (N, C), or None
+    standard_ptr,  # (N, H), or None: none of these four is wanted
+    spread_ptr,  # (N,)
+    gate_ptr,  # (N, C)
+    inv_std_ptr,  # ()
     w_ptr,  # (N, C)
     N,
     C,
     H,
     eps,
-    PARTS: tl.constexpr,
+    norm_eps,
+    DEPTHS: tl.constexpr,
+    DP: tl.constexpr,
     BN: tl.constexpr,
     BW: tl.constexpr,
     BK: tl.constexpr,
 ):
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     c = tl.program_id(1) * BW + tl.arange(0, BW)
-    mean, spread = row_moments(hidden_ptr, n, N, H, eps, BN, BK, PARTS)
+    if s_ptr is not None:
+        depth = tl.arange(0, DP)
+        s = tl.sum(tl.load(s_ptr + depth, mask=depth < DEPTHS, other=0.0)) / N / C
+        r = 1 / tl.sqrt(s + eps)
+    else:
+        r = tl.load(running_inv_std_ptr).to(tl.float32)
+    mean, spread = row_moments(hidden_ptr, n, N, H, r * r, norm_eps, BN, BK, DEPTHS)
     total = tl.zeros((BN, BW), tl.float32)
     for start in range(0, H, BK):
         h = start + tl.arange(0, BK)
-        z = (load_hidden(hidden_ptr, n, h, N, H, PARTS) - mean[:, None]) * spread[:, None]
+        z = load_hidden(hidden_ptr, n, h, N, H, r * r, DEPTHS) - mean[:, None]
         norm = (
-            z * load_vector(norm_weight_ptr, h, H)[None, :]
+            z * spread[:, None] * load_vector(norm_weight_ptr, h, H)[None, :]
             + load_vector(norm_bias_ptr, h, H)[None, :]
         )
         total += dot(at_least_0(norm), tl.trans(load_block(w2_ptr, c, h, C, H)))
@@ -242,29 +279,43 @@ def _gate_kernel(
     else:
         share = tl.load(share_ptr).to(tl.float32)
         offset = tl.load(offset_ptr).to(tl.float32)
-    inv_std = tl.load(inv_std_ptr).to(tl.float32)
-    store_block(w_ptr, n, c, N, C, share * inv_std * gate + offset)
-    if gate_ptr is not None:
+    store_block(w_ptr, n, c, N, C, share * r * gate + offset)
+    if standard_ptr is not None:
         store_block(gate_ptr, n, c, N, C, gate)
+        # the programs of a row share what they all have computed
+        for start in range(tl.program_id(1) * BK, H, tl.num_programs(1) * BK):
+            h = start + tl.arange(0, BK)
+            z = load_hidden(hidden_ptr, n, h, N, H, r * r, DEPTHS) - mean[:, None]
+            store_block(standard_ptr, n, h, N, H, z * spread[:, None])
+        if tl.program_id(1) == 0:
+            tl.store(spread_ptr + n, spread, mask=n < N)
+            if tl.program_id(0) == 0:
+                tl.store(inv_std_ptr, r)
 
 
 def gate_forward(
-    hidden: Tensor,
+    hidden: Hidden,
     weights: GateWeights,
-    inv_std: Tensor,
+    running_inv_std: Tensor | None,
     mix_logit: Tensor | None,
     blend: Tensor | None,
-) -> Tensor:
-    """gate and w_n (2, N, C), from the hidden layer that `between` has made."""
-    n, units = hidden.shape
+    eps: float,
+) -> GateState:
+    """The gate, from the hidden layer that `between` has made."""
+    depths, n, units = hidden.parts.shape
     channels = weights.w2.shape[0]
-    gates = hidden.new_empty(2, n, channels)
+    device = hidden.parts.device
+    state = GateState(
+        empty(device, n, units), empty(device, n), empty(device, 2, n, channels), empty(device)
+    )
     launch(
         _gate_kernel, (ceil_div(n, ROWS), ceil_div(channels, WIDTH)),
-        hidden, weights.norm_weight, weights.norm_bias, weights.w2, inv_std, mix_logit, blend,
-        None, None, *gates, n, channels, units, GATE_NORM_EPS, PARTS=1, **tile(units),
+        hidden.parts, hidden.s, running_inv_std, weights.norm_weight, weights.norm_bias,
+        weights.w2, mix_logit, blend, None, None, state.hidden, state.spread, state.gates[0],
+        state.inv_std, state.gates[1], n, channels, units, eps, GATE_NORM_EPS, DEPTHS=depths,
+        DP=power_of_2(depths), num_stages=1, **tile(units, MOST_DEPTH),
     )  # fmt: skip
-    return gates
+    return state
 
 
 def folded_gate(
@@ -278,23 +329,27 @@ def folded_gate(
     """w_n = share · s^{-1/2} · gate + offset of a folded layer, (N, C), from what was measured."""
     units, channels = weights.w1.shape
     n = len(parts.square) // parts.splits
-    least = DEPTH if parts.splits > 2 else 2 * DEPTH
-    cut = tile(channels, max(least, power_of_2(ceil_div(channels, FOLDED_PARTS))))
+    cut = split_tile(channels, DEPTH if parts.splits > 2 else 2 * DEPTH)
     depths = ceil_div(channels, cut["BK"])
     hidden = parts.square.new_empty(depths, n, units)
     w = parts.square.new_empty(n, channels)
     launch(
         _folded_hidden_kernel, (ceil_div(n, ROWS), ceil_div(units, WIDTH), depths),
-        parts.pivot, parts.rest, parts.square, weights.w1, inv_std, hidden, n, channels, units,
+        parts.pivot, parts.rest, parts.square, weights.w1, hidden, n, channels, units,
         pixels, parts.split_pixels, SPLITS=parts.splits, **cut,
     )  # fmt: skip
     launch(
         _gate_kernel, (ceil_div(n, ROWS), ceil_div(channels, WIDTH)),
-        hidden, weights.norm_weight, weights.norm_bias, weights.w2, inv_std, None, None, share,
-        offset, None, w, n, channels, units, GATE_NORM_EPS, PARTS=depths, num_stages=1,
-        **tile(units, FOLDED_DEPTH),
+        hidden, None, inv_std, weights.norm_weight, weights.norm_bias, weights.w2, None, None,
+        share, offset, None, None, None, None, w, n, channels, units, 0.0, GATE_NORM_EPS,
+        DEPTHS=depths, DP=power_of_2(depths), num_stages=1, **tile(units, MOST_DEPTH),
     )  # fmt: skip
     return w
+
+
+def split_tile(depth: int, least: int = DEPTH) -> dict[str, int]:
+    """The same if its terms are split among programs, in at most MOST_DEPTHS parts."""
+    return tile(depth, max(least, power_of_2(ceil_div(depth, MOST_DEPTHS))))
 
 
 def tile(depth: int, most: int = DEPTH) -> dict[str, int]:

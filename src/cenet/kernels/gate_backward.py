@@ -1,30 +1,13 @@
 """Backward of the instance gate in three steps: hidden layer, variances, weights.
 
-The first and the last are jobs of a program, put into kernels by `between_backward`.
+Jobs of a program, put into kernels by `between_backward`.
 """
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from cenet.functional import GATE_NORM_EPS
-from cenet.kernels.gate import (
-    ROWS,
-    WIDTH,
-    GateState,
-    GateWeights,
-    load_blend,
-    load_block,
-    load_lambda,
-    load_vector,
-    row_moments,
-    store_block,
-    tile,
-)
-from cenet.kernels.launch import launch
-from cenet.kernels.mix_backward import Sums
-from cenet.kernels.tiles import ceil_div, dot
+from cenet.kernels.gate import load_blend, load_block, load_lambda, load_vector, store_block
+from cenet.kernels.tiles import at_least_0, dot
 
 
 @triton.jit
@@ -51,17 +34,17 @@ def _load_grad_w(grad_d_ptr, grad_c_ptr, values_ptr, n, c, N, C, splits):
 def hidden_backward(
     row,
     column,
-    columns,
+    depth,
     grad_d_ptr,  # (N·splits, C)
     grad_c_ptr,  # (N·splits, C)
-    values_ptr,  # (8, C)
+    values_ptr,  # (10, C)
     gate_ptr,  # (N, C)
     w2_ptr,  # (C, H)
     inv_std_ptr,  # ()
     mix_logit_ptr,  # (), or None
     blend_ptr,  # (), or None
     grad_logit_ptr,  # (N, C), gradient of the sigmoid's argument
-    grad_hidden_ptr,  # (N, H), gradient of h
+    grad_hidden_ptr,  # (depths, N, H), gradient of h in parts
     N,
     C,
     H,
@@ -70,40 +53,42 @@ def hidden_backward(
     BW: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Gradient of h for a block of samples and a block of units."""
+    """Gradient of h for a block of samples and a block of units: what BK channels add to it."""
     n = row * BN + tl.arange(0, BN)
     h = column * BW + tl.arange(0, BW)
+    c = depth * BK + tl.arange(0, BK)
     share = load_blend(blend_ptr) * (1 - load_lambda(mix_logit_ptr, 0.0)) * tl.load(inv_std_ptr)
-    total = tl.zeros((BN, BW), tl.float32)
-    for start in range(0, C, BK):
-        c = start + tl.arange(0, BK)
-        grad_w = _load_grad_w(grad_d_ptr, grad_c_ptr, values_ptr, n, c, N, C, splits)
-        gate = load_block(gate_ptr, n, c, N, C)
-        total += dot(share * grad_w * gate * (1 - gate), load_block(w2_ptr, c, h, C, H))
-    store_block(grad_hidden_ptr, n, h, N, H, total)
-    # the programs of a row share what they all have computed; in the loop, a store would hold it up
-    for start in range(column * BK, C, columns * BK):
-        c = start + tl.arange(0, BK)
-        grad_w = _load_grad_w(grad_d_ptr, grad_c_ptr, values_ptr, n, c, N, C, splits)
-        gate = load_block(gate_ptr, n, c, N, C)
-        store_block(grad_logit_ptr, n, c, N, C, share * grad_w * gate * (1 - gate))
+    grad_w = _load_grad_w(grad_d_ptr, grad_c_ptr, values_ptr, n, c, N, C, splits)
+    gate = load_block(gate_ptr, n, c, N, C)
+    grad_logit = share * grad_w * gate * (1 - gate)
+    part = dot(grad_logit, load_block(w2_ptr, c, h, C, H))
+    store_block(grad_hidden_ptr + tl.cast(depth, tl.int64) * N * H, n, h, N, H, part)
+    if column == 0:
+        store_block(grad_logit_ptr, n, c, N, C, grad_logit)
 
 
 @triton.jit
 def _norm_backward(
-    hidden_ptr, grad_hidden_ptr, norm_weight_ptr, norm_bias_ptr, mean, spread, n, h, N, H
+    standard_ptr, grad_hidden_ptr, norm_weight_ptr, norm_bias_ptr, n, h, N, H, DEPTHS: tl.constexpr
 ):
-    """Standardized z, and the gradient of relu's argument."""
-    z = (load_block(hidden_ptr, n, h, N, H) - mean[:, None]) * spread[:, None]
+    """Standardized z, the gradient of relu's argument, and the norm's weight."""
+    z = load_block(standard_ptr, n, h, N, H)
     weight = load_vector(norm_weight_ptr, h, H)[None, :]
     active = z * weight + load_vector(norm_bias_ptr, h, H)[None, :] > 0
-    return z, tl.where(active, load_block(grad_hidden_ptr, n, h, N, H), 0.0), weight
+    grad = load_block(grad_hidden_ptr, n, h, N, H)
+    for depth in tl.static_range(1, DEPTHS):
+        grad += load_block(grad_hidden_ptr + tl.cast(depth, tl.int64) * N * H, n, h, N, H)
+    return z, tl.where(active, grad, 0.0), weight
 
 
 @triton.jit
-def _variance_backward_kernel(
-    hidden_ptr,  # (N, H)
-    grad_hidden_ptr,  # (N, H)
+def variance_backward(
+    row,
+    column,
+    columns,
+    standard_ptr,  # (N, H), standardized z
+    spread_ptr,  # (N,)
+    grad_hidden_ptr,  # (depths, N, H)
     norm_weight_ptr,  # (H,)
     norm_bias_ptr,  # (H,)
     w1_ptr,  # (H, C)
@@ -111,31 +96,31 @@ def _variance_backward_kernel(
     gate_ptr,  # (N, C)
     grad_d_ptr,  # (N·splits, C)
     grad_c_ptr,  # (N·splits, C)
-    values_ptr,  # (8, C)
+    values_ptr,  # (10, C)
     grad_u_ptr,  # (N, C)
-    scalars_ptr,  # (blocks, 3)
-    norm_ptr,  # (N, H), h
-    standard_ptr,  # (N, H), standardized z
+    through_var_ptr,  # (rows, C): Σ gu ⊙ v over the samples of a block
+    scalars_ptr,  # (rows·columns, 3)
     grad_norm_ptr,  # (N, H), gradient of relu's argument
     grad_z_ptr,  # (N, H)
     N,
     C,
     H,
     splits,
-    eps,
+    DEPTHS: tl.constexpr,
     BN: tl.constexpr,
     BW: tl.constexpr,
     BK: tl.constexpr,
 ):
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    c = tl.program_id(1) * BW + tl.arange(0, BW)
-    mean, spread = row_moments(hidden_ptr, n, N, H, eps, BN, BK)
+    """Gradient of u for a block of samples and channels, and sums that others make use of."""
+    n = row * BN + tl.arange(0, BN)
+    c = column * BW + tl.arange(0, BW)
+    spread = load_vector(spread_ptr, n, N)
     first = tl.zeros((BN,), tl.float32)
     second = tl.zeros((BN,), tl.float32)
     for start in range(0, H, BK):
         h = start + tl.arange(0, BK)
         z, grad, weight = _norm_backward(
-            hidden_ptr, grad_hidden_ptr, norm_weight_ptr, norm_bias_ptr, mean, spread, n, h, N, H
+            standard_ptr, grad_hidden_ptr, norm_weight_ptr, norm_bias_ptr, n, h, N, H, DEPTHS
         )
         first += tl.sum(grad * weight, 1)
         second += tl.sum(grad * weight * z, 1)
@@ -144,30 +129,27 @@ def _variance_backward_kernel(
     for start in range(0, H, BK):
         h = start + tl.arange(0, BK)
         z, grad, weight = _norm_backward(
-            hidden_ptr, grad_hidden_ptr, norm_weight_ptr, norm_bias_ptr, mean, spread, n, h, N, H
+            standard_ptr, grad_hidden_ptr, norm_weight_ptr, norm_bias_ptr, n, h, N, H, DEPTHS
         )
         grad_z = spread[:, None] * (grad * weight - first[:, None] - z * second[:, None])
         grad_u += dot(grad_z, load_block(w1_ptr, h, c, H, C))
     # the programs of a row share what they all have computed
-    for start in range(tl.program_id(1) * BK, H, tl.num_programs(1) * BK):
+    for start in range(column * BK, H, columns * BK):
         h = start + tl.arange(0, BK)
         z, grad, weight = _norm_backward(
-            hidden_ptr, grad_hidden_ptr, norm_weight_ptr, norm_bias_ptr, mean, spread, n, h, N, H
+            standard_ptr, grad_hidden_ptr, norm_weight_ptr, norm_bias_ptr, n, h, N, H, DEPTHS
         )
-        norm = z * weight + load_vector(norm_bias_ptr, h, H)[None, :]
         grad_z = spread[:, None] * (grad * weight - first[:, None] - z * second[:, None])
-        store_block(norm_ptr, n, h, N, H, tl.maximum(norm, 0.0))
-        store_block(standard_ptr, n, h, N, H, z)
         store_block(grad_norm_ptr, n, h, N, H, grad)
         store_block(grad_z_ptr, n, h, N, H, grad_z)
     store_block(grad_u_ptr, n, c, N, C, grad_u)
-    scale = load_vector(values_ptr + 7 * C, c, C)[None, :]
+    scale = load_vector(values_ptr + 7 * C, c, C)
     grad_w = _load_grad_w(grad_d_ptr, grad_c_ptr, values_ptr, n, c, N, C, splits)
-    block = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * 3
+    through_var = tl.sum(grad_u * load_block(var_ptr, n, c, N, C), 0)
+    tl.store(through_var_ptr + tl.cast(row, tl.int64) * C + c, through_var, mask=c < C)
+    block = (row * columns + column) * 3
     tl.store(scalars_ptr + block, tl.sum(grad_w * load_block(gate_ptr, n, c, N, C)))
-    tl.store(
-        scalars_ptr + block + 1, tl.sum(grad_u * load_block(var_ptr, n, c, N, C) * scale * scale)
-    )
+    tl.store(scalars_ptr + block + 1, tl.sum(through_var * scale * scale))
     tl.store(scalars_ptr + block + 2, tl.sum(grad_w))
 
 
@@ -175,8 +157,8 @@ def _variance_backward_kernel(
 def sum_of_scalars(scalars_ptr, which, blocks):
     """Sum of one of the three columns of (blocks, 3)."""
     total = 0.0
-    for start in range(0, blocks, 256):
-        block = start + tl.arange(0, 256)
+    for start in range(0, blocks, 1024):
+        block = start + tl.arange(0, 1024)
         total += tl.sum(tl.load(scalars_ptr + block * 3 + which, mask=block < blocks, other=0.0))
     return total
 
@@ -185,13 +167,14 @@ def sum_of_scalars(scalars_ptr, which, blocks):
 def weights_backward(
     row,
     column,
-    norm_ptr,  # (N, H)
     standard_ptr,  # (N, H)
+    norm_weight_ptr,  # (H,)
+    norm_bias_ptr,  # (H,)
     grad_norm_ptr,  # (N, H)
     grad_z_ptr,  # (N, H)
     grad_logit_ptr,  # (N, C)
     var_ptr,  # (N, C)
-    values_ptr,  # (8, C)
+    values_ptr,  # (10, C)
     inv_std_ptr,  # ()
     mix_logit_ptr,  # (), or None
     blend_ptr,  # (), or None
@@ -217,6 +200,8 @@ def weights_backward(
     c = column * BW + tl.arange(0, BW)
     r = tl.load(inv_std_ptr)
     scale = load_vector(values_ptr + 7 * C, c, C) * r
+    weight = load_vector(norm_weight_ptr, h, H)[None, :]
+    bias = load_vector(norm_bias_ptr, h, H)[None, :]
     grad_w1 = tl.zeros((BW, BW), tl.float32)
     grad_w2 = tl.zeros((BW, BW), tl.float32)
     for start in range(0, N, BK):
@@ -224,7 +209,9 @@ def weights_backward(
         u = load_block(var_ptr, n, c, N, C) * (scale * scale)[None, :]
         grad_w1 = dot(tl.trans(load_block(grad_z_ptr, n, h, N, H)), u, grad_w1)
         grad_logit = tl.trans(load_block(grad_logit_ptr, n, c, N, C))
-        grad_w2 = dot(grad_logit, load_block(norm_ptr, n, h, N, H), grad_w2)
+        hidden = load_block(standard_ptr, n, h, N, H) * weight + bias
+        hidden = tl.where((n < N)[:, None], at_least_0(hidden), 0.0)
+        grad_w2 = dot(grad_logit, hidden, grad_w2)
     store_block(grad_w1_ptr, h, c, H, C, grad_w1)
     store_block(grad_w2_ptr, c, h, C, H, grad_w2)
     if column == 0:
@@ -250,26 +237,3 @@ def weights_backward(
             tl.store(grad_mix_logit_ptr, blend * (through_W - gated) * lam * (1 - lam))
         if grad_blend_ptr is not None:
             tl.store(grad_blend_ptr, lam * through_W + (1 - lam) * gated - through_w)
-
-
-def variance_backward(
-    sums: Sums,
-    grad_hidden: Tensor,
-    var: Tensor,
-    values: Tensor,
-    weights: GateWeights,
-    state: GateState,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradient of u, parts of three sums, and what the gradients of the weights are made of."""
-    n, channels = var.shape
-    units = weights.w1.shape[0]
-    grad_u, rows = torch.empty_like(var), var.new_empty(4, n, units)
-    grid = (ceil_div(n, ROWS), ceil_div(channels, WIDTH))
-    scalars = var.new_empty(grid[0] * grid[1], 3)
-    launch(
-        _variance_backward_kernel, grid,
-        state.hidden, grad_hidden, weights.norm_weight, weights.norm_bias, weights.w1, var,
-        state.gates[0], sums.d, sums.c, values, grad_u, scalars, *rows, n, channels, units,
-        sums.splits, GATE_NORM_EPS, **tile(units),
-    )  # fmt: skip
-    return grad_u, scalars, rows

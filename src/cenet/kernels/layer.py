@@ -17,8 +17,8 @@ from cenet.kernels.gate import (
 )
 from cenet.kernels.modes import ABSENT, BATCH, Mode
 from cenet.kernels.moments import measure
-from cenet.kernels.statistics import Statistics, statistics
-from cenet.kernels.tiles import is_channels_last
+from cenet.kernels.statistics import Statistics, condense, room_for
+from cenet.kernels.tiles import ceil_div, is_channels_last
 
 
 class Block(NamedTuple):
@@ -73,12 +73,20 @@ def forward(
     """y = act(CE(norm(x)) [+ residual]), in the dtype and layout of x."""
     x = dense(x)
     mode = settings.mode
-    parts = None
+    n, channels, height, width = x.shape
+    found = room_for(n, channels, settings.group_size, mode, settings.steps, x)
+    high, wide = ceil_div(height, settings.pool), ceil_div(width, settings.pool)
+    chunks = None
     if BATCH in mode or mode.ir != ABSENT:
         gram = mode.bd == BATCH
         parts = measure(x, settings.group_size, gram=gram, pool=settings.pool, weight=block.weight)
-    found, s_parts = statistics(
-        parts,
+        chunks = condense(
+            parts, found.instances, height * width, high * wide,
+            ceil_div(high, parts.splits) * wide, settings.group_size,
+        )  # fmt: skip
+    hidden = between(
+        found,
+        chunks,
         x.shape,
         settings.group_size,
         mode,
@@ -86,32 +94,19 @@ def forward(
         bias=block.bias,
         running_mean=block.running_mean,
         running_var=block.running_var,
+        inv_sqrt=block.inv_sqrt,
+        gate=block.gate,
+        mix_logit=block.mix_logit,
+        blend=block.blend,
         norm_eps=settings.norm_eps,
         steps=settings.steps,
-        device=x.device,
+        windows=high * wide,
     )
     gate = None
-    if mode.bd != ABSENT or mode.ir != ABSENT:
-        made = between(
-            found,
-            s_parts,
-            parts,
-            x.shape,
-            settings.group_size,
-            mode,
-            inv_sqrt=block.inv_sqrt,
-            inv_std=block.inv_std,
-            gate=block.gate,
-            mix_logit=block.mix_logit,
-            blend=block.blend,
-            eps=settings.eps,
-            steps=settings.steps,
-            pool=settings.pool,
+    if block.gate is not None and hidden is not None:
+        gate = gate_forward(
+            hidden, block.gate, block.inv_std, block.mix_logit, block.blend, settings.eps
         )
-        if block.gate is not None and made is not None:
-            hidden, inv_std = made
-            gates = gate_forward(hidden, block.gate, inv_std, block.mix_logit, block.blend)
-            gate = GateState(hidden, gates, inv_std)
     saved = Saved(found, gate)
     mapping = _map(saved, block, settings, x.shape)
     return mix.forward(x, mapping, None if residual is None else like(residual, x)), saved

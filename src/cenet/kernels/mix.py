@@ -61,7 +61,7 @@ def _forward_kernel(
     x_ptr,  # (N, C, L) or (N, L, C)
     residual_ptr,  # like x, or None
     y_ptr,  # like x
-    values_ptr,  # (8, C)
+    values_ptr,  # (10, C)
     P_ptr,  # (G, K, K), or None
     w_ptr,  # (N, C), or None
     C,

@@ -86,7 +86,7 @@ def _reduce_kernel(
     grad_ptr,  # like x
     y_ptr,  # like x, or None to recompute the activation's argument
     masked_ptr,  # like x, or None
-    values_ptr,  # (8, C)
+    values_ptr,  # (10, C)
     P_ptr,  # (G, K, K), or None
     w_ptr,  # (N, C), or None
     grad_P_ptr,  # (rows, G, K, K)
@@ -171,7 +171,7 @@ def _backward_kernel(
     x_ptr,  # (N, C, L) or (N, L, C)
     grad_ptr,  # like x
     dx_ptr,  # like x
-    values_ptr,  # (8, C)
+    values_ptr,  # (10, C)
     P_ptr,  # (G, K, K), or None
     w_ptr,  # (N, C), or None
     Q_ptr,  # (G, K, K), or None

@@ -164,7 +164,7 @@ def measure_pooled_kernel(
 def add_pooled_kernel(
     x_ptr,  # (N, C, H, W) or (N, H, W, C)
     dx_ptr,  # like x: added to
-    values_ptr,  # (8, C)
+    values_ptr,  # (10, C)
     Q_ptr,  # (G, K, K)
     pooled_offset_ptr,  # (C,)
     C,

@@ -88,7 +88,7 @@ def run(
     )
     name, slope, after = inside_and_after(act)
     fixed_norm = norm is not None and not norm_batch
-    y, values, _, matrices, _, _, _, inv_std = ops.norm_ce(
+    y, values, _, matrices, *_, inv_std = ops.norm_ce(
         x,
         residual,
         *_affine(norm),
