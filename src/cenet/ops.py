@@ -122,8 +122,8 @@ _library.define(
 _library.define(
     f"norm_ce_backward(Tensor grad, Tensor? y, Tensor x, Tensor? weight, Tensor? bias, {_GATE}, "
     "Tensor values, Tensor instances, Tensor matrices, Tensor iterates, Tensor hidden, "
-    f"Tensor spread, Tensor gates, Tensor inv_std, {_CONSTANTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, "
-    "Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"Tensor spread, Tensor gates, Tensor inv_std, {_CONSTANTS}) -> (Tensor, Tensor, Tensor, "
+    "Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _library.define(
     "average_(Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? norm_count, "

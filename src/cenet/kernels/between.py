@@ -1,7 +1,7 @@
 """The second step between the passes: the norm, decorrelation and the gate's hidden layer.
 
-All in one launch: a program puts the chunks together for its own channels, which is little work, and
-so none has to wait for another.
+All in one launch: a program puts the chunks together for its own channels, which is little work,
+and so none has to wait for another.
 """
 
 import torch

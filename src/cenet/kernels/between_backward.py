@@ -409,10 +409,10 @@ def _last_kernel(
         )  # fmt: skip
     if IR > 0:
         if program >= finishers:
-            block = program - finishers
+            block = (program - finishers) // 2
             weights_backward(
-                block // columns, block % columns, standard_ptr, norm_weight_ptr, norm_bias_ptr,
-                grad_norm_ptr, grad_z_ptr, grad_logit_ptr,
+                block // columns, block % columns, program % 2 == finishers % 2, standard_ptr,
+                norm_weight_ptr, norm_bias_ptr, grad_norm_ptr, grad_z_ptr, grad_logit_ptr,
                 instances_ptr + tl.cast(N, tl.int64) * C, values_ptr, inv_std_ptr, mix_logit_ptr,
                 blend_ptr, gate_scalars_ptr, scalars_ptr if BD > 0 else None, grad_w1_ptr,
                 grad_norm_weight_ptr, grad_norm_bias_ptr, grad_w2_ptr, grad_mix_logit_ptr,
@@ -504,7 +504,7 @@ def between_backward(
     finishers = groups * ceil_div(n, cut["BN"])
     del constants["BR"]
     launch(
-        _last_kernel, (finishers + ceil_div(units, WIDTH) * columns,),
+        _last_kernel, (finishers + 2 * ceil_div(units, WIDTH) * columns,),
         chunk_sums, *(back[:3] if back else (None,) * 3), found.values, found.instances,
         state and state.inv_std, mix_logit, blend, affine, Q, e, f, gamma, beta, scalars,
         state and state.hidden, gate and gate.norm_weight, gate and gate.norm_bias,

@@ -167,6 +167,7 @@ def sum_of_scalars(scalars_ptr, which, blocks):
 def weights_backward(
     row,
     column,
+    second,  # W2
     standard_ptr,  # (N, H)
     norm_weight_ptr,  # (H,)
     norm_bias_ptr,  # (H,)
@@ -195,45 +196,51 @@ def weights_backward(
     BW: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Gradients of the gate's weights for a block of units and channels; the first does λ and α."""
+    """Gradient of W1, or that of W2, for a block of units and channels.
+
+    The programs of the first column take the norm along with W1, the very first λ and α with W2.
+    """
     h = row * BW + tl.arange(0, BW)
     c = column * BW + tl.arange(0, BW)
     r = tl.load(inv_std_ptr)
-    scale = load_vector(values_ptr + 7 * C, c, C) * r
-    weight = load_vector(norm_weight_ptr, h, H)[None, :]
-    bias = load_vector(norm_bias_ptr, h, H)[None, :]
-    grad_w1 = tl.zeros((BW, BW), tl.float32)
-    grad_w2 = tl.zeros((BW, BW), tl.float32)
-    for start in range(0, N, BK):
-        n = start + tl.arange(0, BK)
-        u = load_block(var_ptr, n, c, N, C) * (scale * scale)[None, :]
-        grad_w1 = dot(tl.trans(load_block(grad_z_ptr, n, h, N, H)), u, grad_w1)
-        grad_logit = tl.trans(load_block(grad_logit_ptr, n, c, N, C))
-        hidden = load_block(standard_ptr, n, h, N, H) * weight + bias
-        hidden = tl.where((n < N)[:, None], at_least_0(hidden), 0.0)
-        grad_w2 = dot(grad_logit, hidden, grad_w2)
-    store_block(grad_w1_ptr, h, c, H, C, grad_w1)
-    store_block(grad_w2_ptr, c, h, C, H, grad_w2)
-    if column == 0:
-        grad_norm_weight = tl.zeros((BK, BW), tl.float32)
-        grad_norm_bias = tl.zeros((BK, BW), tl.float32)
+    total = tl.zeros((BW, BW), tl.float32)
+    if second:
+        weight = load_vector(norm_weight_ptr, h, H)[None, :]
+        bias = load_vector(norm_bias_ptr, h, H)[None, :]
         for start in range(0, N, BK):
             n = start + tl.arange(0, BK)
-            grad = load_block(grad_norm_ptr, n, h, N, H)
-            grad_norm_weight += grad * load_block(standard_ptr, n, h, N, H)
-            grad_norm_bias += grad
-        tl.store(grad_norm_weight_ptr + h, tl.sum(grad_norm_weight, 0), mask=h < H)
-        tl.store(grad_norm_bias_ptr + h, tl.sum(grad_norm_bias, 0), mask=h < H)
-    if (row == 0) & (column == 0):
-        through_W = 0.0
-        if group_scalars_ptr is not None:
-            group = tl.arange(0, GP)
-            through_W = tl.sum(tl.load(group_scalars_ptr + group * 2, mask=group < G, other=0.0))
-        through_w = sum_of_scalars(scalars_ptr, 2, blocks)
-        gated = r * sum_of_scalars(scalars_ptr, 0, blocks)
-        lam = load_lambda(mix_logit_ptr, 0.0)
-        blend = load_blend(blend_ptr)
-        if grad_mix_logit_ptr is not None:
-            tl.store(grad_mix_logit_ptr, blend * (through_W - gated) * lam * (1 - lam))
-        if grad_blend_ptr is not None:
-            tl.store(grad_blend_ptr, lam * through_W + (1 - lam) * gated - through_w)
+            grad_logit = tl.trans(load_block(grad_logit_ptr, n, c, N, C))
+            hidden = at_least_0(load_block(standard_ptr, n, h, N, H) * weight + bias)
+            total = dot(grad_logit, hidden, total)
+        store_block(grad_w2_ptr, c, h, C, H, total)
+        if (row == 0) & (column == 0):
+            through_W = 0.0
+            if group_scalars_ptr is not None:
+                group = tl.arange(0, GP)
+                group_scalars = tl.load(group_scalars_ptr + group * 2, mask=group < G, other=0.0)
+                through_W = tl.sum(group_scalars)
+            through_w = sum_of_scalars(scalars_ptr, 2, blocks)
+            gated = r * sum_of_scalars(scalars_ptr, 0, blocks)
+            lam = load_lambda(mix_logit_ptr, 0.0)
+            blend = load_blend(blend_ptr)
+            if grad_mix_logit_ptr is not None:
+                tl.store(grad_mix_logit_ptr, blend * (through_W - gated) * lam * (1 - lam))
+            if grad_blend_ptr is not None:
+                tl.store(grad_blend_ptr, lam * through_W + (1 - lam) * gated - through_w)
+    else:
+        scale = load_vector(values_ptr + 7 * C, c, C) * r
+        for start in range(0, N, BK):
+            n = start + tl.arange(0, BK)
+            u = load_block(var_ptr, n, c, N, C) * (scale * scale)[None, :]
+            total = dot(tl.trans(load_block(grad_z_ptr, n, h, N, H)), u, total)
+        store_block(grad_w1_ptr, h, c, H, C, total)
+        if column == 0:
+            grad_norm_weight = tl.zeros((BK, BW), tl.float32)
+            grad_norm_bias = tl.zeros((BK, BW), tl.float32)
+            for start in range(0, N, BK):
+                n = start + tl.arange(0, BK)
+                grad = load_block(grad_norm_ptr, n, h, N, H)
+                grad_norm_weight += grad * load_block(standard_ptr, n, h, N, H)
+                grad_norm_bias += grad
+            tl.store(grad_norm_weight_ptr + h, tl.sum(grad_norm_weight, 0), mask=h < H)
+            tl.store(grad_norm_bias_ptr + h, tl.sum(grad_norm_bias, 0), mask=h < H)

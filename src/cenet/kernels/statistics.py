@@ -225,7 +225,8 @@ def condense(
         pooled = None if parts.pooled_rest is None else empty(device, count, channels)
     found = Chunks(
         parts.pivot[0],
-        *empty(device, 2, count, channels),
+        empty(device, count, channels),
+        empty(device, count, channels),
         empty(device, count, channels) if wanted else None,
         gram,
         pooled,
