@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy
@@ -284,6 +286,24 @@ def test_workers_leave_signals_to_the_run(folder):
     for number in (signal.SIGTERM, signal.SIGINT):
         os.kill(worker.pid, number)
     assert len(list(batches)) == 15
+
+
+def test_workers_end_with_a_run_that_fails():
+    """Deaf to signals, they once outlived it, and Python waited for them."""
+    script = (
+        "from cenet.train.loaders import loaded\n"
+        "class Damaged:\n"
+        "    def __getitem__(self, index):\n"
+        "        raise ValueError('it is truncated')\n"
+        "try:\n"
+        "    list(loaded(Damaged(), [[0], [1], [2]], workers=2, seed=0))\n"
+        "except ValueError as error:\n"
+        "    raise SystemExit(str(error)) from error\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert (found.returncode, found.stderr) == (1, "it is truncated\n")
 
 
 def gradient(path, size):
