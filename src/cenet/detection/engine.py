@@ -124,10 +124,6 @@ class DetectionTrainer(Loop):
             for name, value in zip(self.parts, sums[1:-1], strict=True)
         }
 
-    def note(self, sums: list[float]) -> str:
-        """See `Loop`."""
-        return f"classes {sums[1] / sums[-1]:.3f}  boxes {sums[2] / sums[-1]:.3f}"
-
     def test(self) -> dict[str, Any]:
         """See `Loop`."""
         epoch = self.position.epoch + 1

@@ -1,14 +1,10 @@
-"""The folder of a run: what it is (run.json), how it went (metrics), and its progress bar."""
+"""The folder of a run: what it is (run.json) and how it went (metrics)."""
 
 import csv
 import io
 import json
-import sys
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cenet.analysis.monitor import FIELDS, Values
 from cenet.train.course import C, Course
@@ -109,23 +105,3 @@ def read_run(folder: Path, kind: type[C]) -> tuple[C, Inputs]:
         return kind.from_dict(about["recipe"]), Inputs.from_dict(about["inputs"])
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not of this version of `{kind.command}`: {error!r}") from error
-
-
-def say(line: str) -> None:
-    """Print where there is no terminal for a bar."""
-    if not sys.stderr.isatty():
-        print(line, flush=True)
-
-
-def progress_bar(*, shown: bool) -> Progress:
-    """Loss and what else a run tells, images per second and time left, on a terminal."""
-    columns = (
-        TextColumn("epoch {task.fields[epoch]}"),
-        BarColumn(),
-        TextColumn("loss {task.fields[loss]:.4f}  {task.fields[note]}"),
-        TextColumn("{task.fields[speed]:.0f} images/s"),
-        TimeRemainingColumn(),
-    )
-    # in a log file, lines of a bar are noise
-    quiet = not shown or not sys.stderr.isatty()
-    return Progress(*columns, console=Console(stderr=True), disable=quiet)
