@@ -154,6 +154,8 @@ def test_train_eval_and_show(tmp_path, monkeypatch, capsys):
     assert page.count("data:image/png;base64,") == 6
     assert page.count("<polyline") == 6 + 6  # losses and average precisions
     assert not re.search(r'(src|href)="(?!data:)', page), "it needs nothing else"
+    with pytest.raises(SystemExit, match="is a run of `cenet detect train`, not of `cenet train`"):
+        call(monkeypatch, "eval", str(out), "--device", "cpu")
     about = json.loads((out / "run.json").read_text())
     assert about["recipe"]["backbone"] == "ceresnet18"
     assert about["inputs"]["classes"] == ["ellipse", "rectangle", "triangle"]

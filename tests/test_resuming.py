@@ -2,6 +2,7 @@
 
 import csv
 import errno
+import json
 import os
 import random
 import shutil
@@ -46,6 +47,9 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(name, tmp_path):
         assert "resuming from step-" in second.resume()
         second.run()
         assert_same_run(tmp_path / "whole", out)
+        about = json.loads((out / "run.json").read_text())
+        assert len(about["resumed"]) == 1
+        assert about["environment"].keys() == about["resumed"][0].keys()
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -6,7 +6,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cenet.nn import ChannelEquilibrium2d
 
@@ -21,6 +21,7 @@ RELEASED_KEYS = {
 }
 # tracked by the released code and never read
 RELEASED_UNUSED = ("running_mean",)
+SHOWN = 3  # keys of each kind in a message
 
 
 @torch.no_grad()
@@ -106,6 +107,28 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
     if not is_state(state):
         raise ValueError(f"{path} does not hold a state dict of tensors")
     return {_plain(key): value for key, value in state.items()}
+
+
+def load_state_(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Load a state dict, in place; ValueError that says what does not fit."""
+    own = module.state_dict()
+    problems = {
+        "missing": [name for name in own if name not in state],
+        "unknown": [name for name in state if name not in own],
+        "of another shape": [
+            f"{name} {tuple(state[name].shape)} instead of {tuple(value.shape)}"
+            for name, value in own.items()
+            if name in state and state[name].shape != value.shape
+        ],
+    }
+    found = [
+        f"{len(names)} {what} ({', '.join(names[:SHOWN])}{', …' * (len(names) > SHOWN)})"
+        for what, names in problems.items()
+        if names
+    ]
+    if found:
+        raise ValueError(f"these weights are of another network: {', '.join(found)}")
+    module.load_state_dict(dict(state))
 
 
 def is_state(state: Any) -> bool:

@@ -12,7 +12,7 @@ from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHe
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
 from torchvision.ops import MultiScaleRoIAlign
 
-from cenet.checkpoints import read_state
+from cenet.checkpoints import load_state_, read_state
 from cenet.detection.settings import Setting, apply_setting_
 from cenet.models import create_model
 
@@ -75,9 +75,11 @@ def _load_classifier_(body: nn.Module, name: str, checkpoint: str | Path) -> Non
     if broken:
         raise ValueError(f"{checkpoint} has values that are not finite: {', '.join(broken)}")
     try:
-        body.load_state_dict(state)
-    except RuntimeError as error:
-        raise ValueError(f"{checkpoint} is not a checkpoint of {name}: {error}") from error
+        load_state_(body, state)
+    except ValueError as error:
+        plain = name.startswith("ce") and not any(".ce." in key for key in state)
+        hint = f"; it has no CE, so use the backbone {name.removeprefix('ce')}" if plain else ""
+        raise ValueError(f"{checkpoint} is not a checkpoint of {name}: {error}{hint}") from error
 
 
 def maskrcnn_ceresnet50_fpn(num_classes: int = COCO_CLASSES, **kwargs: Any) -> MaskRCNN:

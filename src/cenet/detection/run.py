@@ -8,7 +8,7 @@ from torch import nn
 
 import cenet.train.processes as processes
 import cenet.train.saving as saving
-import cenet.train.snapshot as snapshot
+from cenet.checkpoints import load_state_
 from cenet.detection.data import SceneSplit, load
 from cenet.detection.engine import DetectionOptions, DetectionTrainer, build_detector
 from cenet.detection.evaluation import Scores, evaluate, predict
@@ -68,11 +68,11 @@ def train(job: DetectionJob) -> dict[str, Any]:
     return carry_out(build, job.options, job.device)
 
 
-def load_detector(run: Path) -> nn.Module:
+def load_detector(run: Path | str) -> nn.Module:
     """The network of a run of `cenet detect train`, in evaluation mode on the CPU."""
-    recipe, inputs = read_run(run, DetectionRecipe)
+    recipe, inputs = read_run(Path(run), DetectionRecipe)
     network = build_detector(recipe, inputs)
-    snapshot.load_module_(network, read_weights(run)[0])
+    load_state_(network, read_weights(Path(run))[0])
     return network.eval()
 
 

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,19 @@ class Logbook:
         """Say what runs; forget what came after so many epochs and updates: it will come again."""
         self.rows = [row for row in self.rows if row["epoch"] <= after]
         self._forget_channels(updates)
-        about = {"recipe": recipe.as_dict(), "inputs": inputs.as_dict(), "environment": facts}
-        replace_file(self.folder / "run.json", (json.dumps(about, indent=2) + "\n").encode())
+        path = self.folder / "run.json"
+        about: dict[str, Any] = {
+            "command": recipe.command,
+            "recipe": recipe.as_dict(),
+            "inputs": inputs.as_dict(),
+            "environment": facts,
+        }
+        if updates:  # the beginning stays on record
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                before = json.loads(path.read_text())
+                about["environment"] = before["environment"]
+                about["resumed"] = [*before.get("resumed", []), facts]
+        replace_file(path, (json.dumps(about, indent=2) + "\n").encode())
         self._write()
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -102,6 +114,12 @@ def read_run(folder: Path, kind: type[C]) -> tuple[C, Inputs]:
         raise ValueError(f"{folder} is not a folder of `{kind.command}`: it has no {path.name}")
     try:
         about = json.loads(path.read_text())
+        made = about["command"]
+        if made != kind.command:
+            raise ValueError(
+                f"{folder} is a run of `{made}`, not of `{kind.command}`; see "
+                f"`{str(made).removesuffix(' train')} --help`"
+            )
         return kind.from_dict(about["recipe"]), Inputs.from_dict(about["inputs"])
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not of this version of `{kind.command}`: {error!r}") from error

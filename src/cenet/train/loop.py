@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 import cenet.train.saving as saving
 import cenet.train.snapshot as snapshot
+from cenet.checkpoints import load_state_
 from cenet.environment import environment
 from cenet.train.course import Course
 from cenet.train.diagnosis import NonFiniteLoss, first_non_finite
@@ -342,9 +343,9 @@ class Loop(ABC):
             return None
         path, tensors, facts, problems = found
         self._check_recipe(path, facts)
-        snapshot.load_module_(self.network, snapshot.under("model", tensors))
+        load_state_(self.network, snapshot.under("model", tensors))
         if self.ema is not None:
-            snapshot.load_module_(self.ema.module, snapshot.under("ema", tensors))
+            load_state_(self.ema.module, snapshot.under("ema", tensors))
         snapshot.load_optimizer_(
             self.optimizer, snapshot.under("optimizer", tensors), facts["optimizer"]
         )

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import cenet.train.saving as saving
 import cenet.train.snapshot as snapshot
+from cenet.checkpoints import load_state_
 from cenet.train.course import Course
 from cenet.train.inputs import Inputs
 from cenet.train.logbook import read_run
@@ -47,5 +48,5 @@ def load_run(run: Path | str) -> nn.Module:
     """The network of a run of `cenet train`, in evaluation mode on the CPU."""
     recipe, inputs = read_run(Path(run), Recipe)
     network = build_network(recipe, inputs)
-    snapshot.load_module_(network, read_weights(Path(run))[0])
+    load_state_(network, read_weights(Path(run))[0])
     return network.eval()
