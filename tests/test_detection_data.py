@@ -1,8 +1,10 @@
 """Annotations are checked before training, images and targets stay together, AP is COCO's."""
 
 import copy
+import io
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -42,21 +44,36 @@ def coco(*annotations, images=1):
 # annotations
 
 FAULTS = {
-    "objects of images that are not there": annotation(image_id=7),
+    "objects of unknown images": annotation(image_id=7),
     "objects of unknown categories": annotation(category_id=4),
     "objects with an empty box": annotation(bbox=[10.0, 10.0, 0.0, 20.0]),
-    "objects with a degenerate polygon": annotation(segmentation=[[1.0, 1.0, 5.0, 5.0]]),
+    "objects whose box is outside of the image": annotation(bbox=[70.0, 5.0, 10.0, 10.0]),
+    "objects whose polygons have no area": annotation(segmentation=[[1.0, 1.0, 5.0, 5.0]]),
     "objects without a mask": annotation(segmentation=[]),
-    "masks of another size than their image": annotation(
+    "objects whose mask has another size than their image": annotation(
         segmentation={"counts": [0, 9], "size": [3, 3]}, iscrowd=1
     ),
+    "objects whose run lengths do not fill their mask": annotation(
+        segmentation={"counts": [0, 9], "size": [40, 60]}, iscrowd=1
+    ),
+    "objects whose area or iscrowd is no number": annotation(area="large"),
+    "objects that are no records": ["no", "record"],
 }
+BOX, LINE = "objects whose box is not four numbers", "objects whose polygons have no area"
 MORE = {
-    "box outside": ("objects with an empty box", {"bbox": [70.0, 5.0, 10.0, 10.0]}),
     "negative": ("objects with an empty box", {"bbox": [30.0, 30.0, -10.0, -10.0]}),
-    "NaN": ("objects with an empty box", {"bbox": [math.nan, 1.0, 2.0, 2.0]}),
-    "odd": ("objects with a degenerate polygon", {"segmentation": [[*SQUARE, 1.0]]}),
-    "a line": ("objects with a degenerate polygon", {"segmentation": [[1.0, 1, 5, 5, 9, 9]]}),
+    "NaN": (BOX, {"bbox": [math.nan, 1.0, 2.0, 2.0]}),
+    "text": (BOX, {"bbox": ["1", "1", "9", "9"]}),
+    "two corners": (BOX, {"bbox": [1.0, 1.0]}),
+    "five": (BOX, {"bbox": [1.0, 1.0, 9.0, 9.0, 9.0]}),
+    "no box": (BOX, {"bbox": None}),
+    "odd": (LINE, {"segmentation": [[*SQUARE, 1.0]]}),
+    "a line": (LINE, {"segmentation": [[1.0, 1, 5, 5, 9, 9]]}),
+    "polygon of text": (LINE, {"segmentation": ["abcdef"]}),
+    "a list as image": ("objects of unknown images", {"image_id": [1]}),
+    "a list as category": ("objects of unknown categories", {"category_id": [3]}),
+    "crowd": ("objects whose area or iscrowd is no number", {"iscrowd": 7}),
+    "code of nothing": ("objects without a mask", {"segmentation": {"size": [40, 60]}}),
 }
 
 
@@ -65,7 +82,7 @@ def test_bad_annotations_are_counted_and_left_out(fault):
     given = coco(annotation(), FAULTS[fault], FAULTS[fault], annotation())
     before = copy.deepcopy(given)
     found, faults = clean(given, lambda record: None)
-    assert faults == {fault: 2}
+    assert {name: len(which) for name, which in faults.items()} == {fault: 2}
     assert [record["id"] for record in found["annotations"]] == [1, 2]
     assert given == before
 
@@ -74,14 +91,14 @@ def test_bad_annotations_are_counted_and_left_out(fault):
 def test_other_ways_to_be_bad(name):
     fault, changes = MORE[name]
     found, faults = clean(coco(annotation(**changes)), lambda record: None)
-    assert faults == {fault: 1}
+    assert faults == {fault: ["0"]}
     assert not found["annotations"]
 
 
 def test_what_is_good_of_an_annotation_stays():
     spare = annotation(segmentation=[SQUARE, [1.0, 1.0, 2.0, 2.0]], bbox=[-5.0, 10.0, 20.0, 99.0])
     found, faults = clean(coco(spare), lambda record: None)
-    assert faults == {"objects with a degenerate polygon": 1}
+    assert faults == {"polygons without an area, of objects with others": ["0"]}
     assert found["annotations"][0]["segmentation"] == [SQUARE]
     assert found["annotations"][0]["bbox"] == [0.0, 10.0, 15.0, 30.0]  # inside the image
 
@@ -101,14 +118,27 @@ def folder(tmp_path):
 def test_a_folder_of_coco_is_read_and_its_faults_are_told(folder):
     Image.new("RGB", (9, 9)).save(folder / "train2017" / "3.png")
     (folder / "train2017" / "4.png").write_bytes(b"no image")
+    whole = io.BytesIO()
+    Image.effect_noise((60, 40), 90).convert("RGB").save(whole, "JPEG")
+    (folder / "train2017" / "6.png").write_bytes(whole.getvalue()[:-400])
+    (folder / "train2017" / "7.png").write_bytes(whole.getvalue() + b"behind the end")
     path = folder / "annotations" / "instances_train2017.json"
-    path.write_text(json.dumps(coco(annotation(), annotation(category_id=8), images=5)))
+    unknown = [annotation(category_id=8, id=number) for number in range(20, 25)]
+    given = coco(annotation(), *unknown, annotation(image_id=4, id=30), images=7)
+    given["images"] += [given["images"][0], {"id": 9}, "no record"]
+    path.write_text(json.dumps(given))
     split = load(RECIPES["resnet50_ce"], folder)
-    assert split.train.report() == (
-        "train2017: 2 images (1 empty), 1 objects; left out: 1 images of another size than the "
-        "annotations say; 1 images whose file cannot be read; 1 images whose file is missing; "
-        "1 objects of unknown categories"
-    )
+    assert split.train.report().splitlines() == [
+        "train2017: 3 images (2 empty), 1 objects",
+        "  left out: images of another size than the annotations say: 1 (3.png)",
+        "  left out: images whose file cannot be read: 2 (4.png, 6.png)",
+        "  left out: images whose file is missing: 1 (5.png)",
+        "  left out: images whose id was used before: 1 (1.png)",
+        "  left out: images without an id, a file name or a size: 2 (the one at place 8, the one "
+        "at place 9)",
+        "  left out: objects of images that were left out: 1 (30)",
+        "  left out: objects of unknown categories: 5 (20, 21, 22, …)",
+    ]
     assert split.test.report() == "val2017: 2 images (1 empty), 2 objects"
     assert split.train.classes == ("cat", "dog")
     assert split.train.labels == {3: 1, 9: 2}
@@ -139,7 +169,7 @@ def test_one_file_of_annotations_is_for_both(folder):
             lambda f: (f / "annotations" / "instances_val2017.json").write_text(
                 json.dumps(coco(annotation(category_id=5), images=1))
             ),
-            "there is nothing to detect: .*1 objects of unknown categories",
+            "(?s)there is nothing to detect: .*objects of unknown categories: 1",
         ),
         (
             lambda f: (f / "annotations" / "instances_val2017.json").write_text(
@@ -153,6 +183,35 @@ def test_a_bad_folder_is_one_clear_error(spoil, message, folder):
     spoil(folder)
     with pytest.raises(ValueError, match=message):
         load(RECIPES["resnet50_ce"], folder)
+
+
+def test_boxes_alone_are_enough_for_boxes(folder):
+    bare = {
+        key: value for key, value in annotation().items() if key not in ("segmentation", "area")
+    }
+    for path in (folder / "annotations").iterdir():
+        path.write_text(json.dumps(coco(bare)))
+    with pytest.raises(ValueError, match=r"objects without a mask: 1 \(0\)"):
+        load(RECIPES["resnet50_ce"], folder)
+    split = load(replace(RECIPES["resnet50_ce"], detector="faster_rcnn"), folder)
+    assert split.train.objects[0][0]["area"] == 400
+    _, target = sample(split.train, 0, (40, 60), flip=False, masks=False)
+    assert target["boxes"].tolist() == [[10, 10, 30, 30]]
+    found = [box(10, 10, 20, 20, 0.9)]
+    assert score(split.test.coco, found, ("box",)).numbers["box_ap"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"categories": [{"id": "3", "name": "cat"}]}, "a category needs a whole number as id"),
+        ({"categories": [{"id": 3, "name": "cat"}, {"id": 3, "name": "dog"}]}, "id 3: cat, dog"),
+        ({"annotations": {}}, "no list 'annotations'"),
+    ],
+)
+def test_bad_parts_are_one_clear_error(changes, message):
+    with pytest.raises(ValueError, match=message):
+        clean({**coco(annotation()), **changes}, lambda record: None)
 
 
 def test_data_that_is_not_there():

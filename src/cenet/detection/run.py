@@ -1,5 +1,7 @@
 """A detection recipe from beginning to end, and what its network finds afterwards."""
 
+import csv
+import io
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from torch import nn
 import cenet.train.processes as processes
 import cenet.train.saving as saving
 from cenet.checkpoints import load_state_
-from cenet.detection.data import SceneSplit, load
+from cenet.detection.data import Scenes, SceneSplit, load
 from cenet.detection.engine import DetectionOptions, DetectionTrainer, build_detector
 from cenet.detection.evaluation import Scores, evaluate, predict
 from cenet.detection.page import Drawing, draw, write_page
@@ -17,9 +19,11 @@ from cenet.detection.recipes import DetectionRecipe
 from cenet.train.logbook import METRICS, read_metrics, read_run
 from cenet.train.loop import Loop
 from cenet.train.run import Device, carry_out
+from cenet.train.saving import replace_file
 from cenet.train.weights import read_weights
 
 PAGE = "detection.html"
+LEFT_OUT = "left_out.csv"
 
 
 @dataclass(frozen=True)
@@ -61,11 +65,25 @@ def train(job: DetectionJob) -> dict[str, Any]:
     def build(own: processes.Processes) -> Loop:
         data = load(job.recipe, job.data)
         if own.is_first:
-            reports = dict.fromkeys(part.report() for part in data)  # they may be the same
-            print(*reports, sep="\n", flush=True)
+            parts = {part.name: part for part in data}  # they may be the same
+            print(*(part.report() for part in parts.values()), sep="\n", flush=True)
+            _write_left_out(job.options.out / LEFT_OUT, parts)
         return DetectionTrainer(job.recipe, data, job.options, own, job.checkpoint)
 
     return carry_out(build, job.options, job.device)
+
+
+def _write_left_out(path: Path, parts: dict[str, Scenes]) -> None:
+    rows = [
+        (name, fault, one)
+        for name, part in parts.items()
+        for fault, names in part.faults.items()
+        for one in names
+    ]
+    if rows:
+        table = io.StringIO()
+        csv.writer(table, lineterminator="\n").writerows([("part", "fault", "which"), *rows])
+        replace_file(path, table.getvalue().encode())
 
 
 def load_detector(run: Path | str) -> nn.Module:
