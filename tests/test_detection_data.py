@@ -4,14 +4,16 @@ import copy
 import io
 import json
 import math
+import zlib
 from dataclasses import replace
 
+import numpy
 import pytest
 import torch
 from PIL import Image
 
 from _detection import TINY, few_shapes
-from cenet.detection.annotations import clean
+from cenet.detection.annotations import _run_lengths, clean
 from cenet.detection.data import load, outline_mask, scenes
 from cenet.detection.evaluation import _results, score
 from cenet.detection.loaders import sample, scaled_size, training_batches
@@ -48,7 +50,7 @@ FAULTS = {
     "objects of unknown categories": annotation(category_id=4),
     "objects with an empty box": annotation(bbox=[10.0, 10.0, 0.0, 20.0]),
     "objects whose box is outside of the image": annotation(bbox=[70.0, 5.0, 10.0, 10.0]),
-    "objects whose polygons have no area": annotation(segmentation=[[1.0, 1.0, 5.0, 5.0]]),
+    "objects whose polygons have no area in the image": annotation(segmentation=[[1.0, 1, 5, 5]]),
     "objects without a mask": annotation(segmentation=[]),
     "objects whose mask has another size than their image": annotation(
         segmentation={"counts": [0, 9], "size": [3, 3]}, iscrowd=1
@@ -56,10 +58,13 @@ FAULTS = {
     "objects whose run lengths do not fill their mask": annotation(
         segmentation={"counts": [0, 9], "size": [40, 60]}, iscrowd=1
     ),
-    "objects whose area or iscrowd is no number": annotation(area="large"),
+    "objects whose area or iscrowd is no such number": annotation(area="large"),
     "objects that are no records": ["no", "record"],
 }
-BOX, LINE = "objects whose box is not four numbers", "objects whose polygons have no area"
+BOX = "objects whose box is not four numbers"
+LINE = "objects whose polygons have no area in the image"
+AREA = "objects whose area or iscrowd is no such number"
+RUNS = "objects whose run lengths do not fill their mask"
 MORE = {
     "negative": ("objects with an empty box", {"bbox": [30.0, 30.0, -10.0, -10.0]}),
     "NaN": (BOX, {"bbox": [math.nan, 1.0, 2.0, 2.0]}),
@@ -72,8 +77,17 @@ MORE = {
     "polygon of text": (LINE, {"segmentation": ["abcdef"]}),
     "a list as image": ("objects of unknown images", {"image_id": [1]}),
     "a list as category": ("objects of unknown categories", {"category_id": [3]}),
-    "crowd": ("objects whose area or iscrowd is no number", {"iscrowd": 7}),
-    "code of nothing": ("objects without a mask", {"segmentation": {"size": [40, 60]}}),
+    "huge": (BOX, {"bbox": [10**400, 1, 9, 9]}),
+    "far polygon": (LINE, {"segmentation": [[0, 0, 1e9, 0, 1e9, 1e9]]}),
+    "polygon beside": (LINE, {"segmentation": [[70.0, 1, 80, 1, 80, 9]]}),
+    "text as mask": ("objects whose mask has another size than their image", {"segmentation": "x"}),
+    "crowd": (AREA, {"iscrowd": 7}),
+    "negative area": (AREA, {"area": -1.0}),
+    "endless area": (AREA, {"area": math.inf}),
+    "no counts": (RUNS, {"segmentation": {"size": [40, 60]}}),
+    "empty counts": (RUNS, {"segmentation": {"size": [40, 60], "counts": []}}),
+    "negative counts": (RUNS, {"segmentation": {"size": [40, 60], "counts": [2401, -1]}}),
+    "a code cut off": (RUNS, {"segmentation": {"size": [40, 60], "counts": "`2"}}),
 }
 
 
@@ -101,6 +115,95 @@ def test_what_is_good_of_an_annotation_stays():
     assert faults == {"polygons without an area, of objects with others": ["0"]}
     assert found["annotations"][0]["segmentation"] == [SQUARE]
     assert found["annotations"][0]["bbox"] == [0.0, 10.0, 15.0, 30.0]  # inside the image
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"segmentation": [SQUARE[::-1]]},
+        {"segmentation": [SQUARE[6:] + SQUARE[:6]]},
+        {"bbox": [10, 10, 0.5, 0.5]},
+        {"segmentation": {"size": [40, 60], "counts": [100, 300, 2000]}},
+        {"segmentation": {"size": [40, 60], "counts": [0, 2400]}, "iscrowd": 1},
+    ],
+)
+def test_unusual_annotations_are_kept(changes):
+    found, faults = clean(coco(annotation(**changes)), lambda record: None)
+    assert not faults
+    (record,) = found["annotations"]
+    assert record["iscrowd"] == changes.get("iscrowd", 0)
+    assert outline_mask(record["segmentation"], 40, 60, (1.0, 1.0)).sum() > 0
+
+
+def test_compressed_run_lengths_are_read():
+    """Against pycocotools' own compression, over random masks."""
+    from pycocotools import mask
+
+    random = torch.Generator().manual_seed(0)
+    for share in (0.0, 0.01, 0.5, 0.99, 1.0):
+        drawn = (torch.rand(40, 60, generator=random) < share).byte().numpy()
+        code = mask.encode(numpy.asfortranarray(drawn))["counts"].decode()
+        runs = _run_lengths(code)
+        assert sum(runs) == 2400
+        assert sum(runs[1::2]) == drawn.sum()
+        found, _ = clean(
+            coco(annotation(segmentation={"size": [40, 60], "counts": code})), lambda record: None
+        )
+        assert len(found["annotations"]) == 1
+
+
+def test_images_may_have_any_ids_and_sizes_as_floats():
+    given = coco(annotation(image_id="first"), annotation(image_id=2**60), images=2)
+    given["images"][0] |= {"id": "first", "width": 60.0}
+    given["images"][1]["id"] = 2**60
+    found, faults = clean(given, lambda record: None)
+    assert not faults
+    assert [record["id"] for record in found["images"]] == [1, 2]
+    assert type(found["images"][0]["width"]) is int
+    assert [record["image_id"] for record in found["annotations"]] == [1, 2]
+
+
+def test_crowds_are_not_trained_on():
+    crowd = annotation(iscrowd=1, segmentation={"size": [40, 60], "counts": [0, 2400]})
+    data = scenes("one", coco(crowd, annotation(image_id=2), images=2), pixels=[])
+    assert [len(objects) for objects in data.objects] == [0, 1]
+    assert len(data.coco["annotations"]) == 2
+
+
+def test_images_of_other_kinds(folder):
+    """Sixteen bits are not clipped; what is too long or pretends to be huge is left out."""
+    ramp = numpy.linspace(0, 65535, 2400).astype(numpy.uint16).reshape(40, 60)
+    Image.fromarray(ramp).save(folder / "train2017" / "1.png")
+    Image.new("RGB", (4000, 1)).save(folder / "train2017" / "3.png")
+    given = coco(annotation(), images=4)
+    given["images"][2] |= {"width": 4000, "height": 1}
+    huge = bytearray((folder / "train2017" / "2.png").read_bytes())
+    huge[16:24] = (30000).to_bytes(4) * 2
+    huge[29:33] = zlib.crc32(huge[12:29]).to_bytes(4)
+    (folder / "train2017" / "4.png").write_bytes(huge)
+    (folder / "annotations" / "instances_train2017.json").write_text(json.dumps(given))
+    data = load(RECIPES["resnet50_ce"], folder).train
+    assert data.faults == {
+        "images more than 20 times as long as wide": ["3.png"],
+        "images whose file cannot be read": ["4.png"],
+    }
+    assert 120 < data.read(0).float().mean() < 135
+
+
+def test_a_digest_tells_data_apart():
+    def digest(*annotations, **changes):
+        return scenes("one", {**coco(*annotations, images=2), **changes}, pixels=[]).digest()
+
+    same = digest(annotation())
+    assert digest(annotation(id=7)) == same
+    other = {
+        digest(annotation(bbox=[10.0, 10.0, 20.0, 21.0])),
+        digest(annotation(category_id=9)),
+        digest(annotation(image_id=2)),
+        digest(annotation(), annotation()),
+        digest(annotation(), images=coco(images=1)["images"]),
+    }
+    assert len({same, *other}) == 6
 
 
 @pytest.fixture
@@ -175,7 +278,7 @@ def test_one_file_of_annotations_is_for_both(folder):
             lambda f: (f / "annotations" / "instances_val2017.json").write_text(
                 json.dumps({**coco(annotation()), "categories": [{"id": 3, "name": "cow"}]})
             ),
-            r"different categories: \['cat', 'cow', 'dog'\]",
+            r"different categories: cat, cow, dog",
         ),
     ],
 )
@@ -212,6 +315,14 @@ def test_boxes_alone_are_enough_for_boxes(folder):
 def test_bad_parts_are_one_clear_error(changes, message):
     with pytest.raises(ValueError, match=message):
         clean({**coco(annotation()), **changes}, lambda record: None)
+
+
+def test_categories_in_another_order(folder):
+    path = folder / "annotations" / "instances_val2017.json"
+    swapped = [{"id": 3, "name": "dog"}, {"id": 9, "name": "cat"}]
+    path.write_text(json.dumps({**coco(annotation()), "categories": swapped}))
+    with pytest.raises(ValueError, match="different categories: their ids"):
+        load(RECIPES["resnet50_ce"], folder)
 
 
 def test_data_that_is_not_there():

@@ -2,10 +2,10 @@
 
 from collections import defaultdict
 from collections.abc import Callable
-from math import isfinite
 from typing import Any
 
 SMALLEST = 0.01  # pixels of a side; less is no box
+LARGEST = 2**53  # the evaluation counts in float64
 Record = dict[str, Any]
 Faults = dict[str, list[str]]  # what is wrong, and with which
 
@@ -19,7 +19,7 @@ def clean(
 ) -> tuple[Record, Faults]:
     """Annotations that can be trained on and tested with, and what was left out, and why.
 
-    Boxes are cut at the edges of their image, and annotations get new ids.
+    Boxes are cut at the edges of their image; images and annotations get new ids.
 
     Args:
         coco: "images", "annotations" and "categories", as COCO has them. It is not changed.
@@ -61,7 +61,7 @@ def _categories(records: list[Any]) -> dict[int, str]:
     categories: dict[int, str] = {}
     for record in records:
         number, name = _id(record), record.get("name") if isinstance(record, dict) else None
-        if not isinstance(number, int) or not isinstance(name, str):
+        if not _is_whole(number) or not isinstance(name, str):
             raise ValueError(f"a category needs a whole number as id and a name, got {record!r}")
         if number in categories:
             raise ValueError(f"two categories have the id {number}: {categories[number]}, {name}")
@@ -77,15 +77,14 @@ def _images(
         whole = isinstance(record, dict) and isinstance(record.get("file_name"), str)
         name = record["file_name"] if whole else f"the one at place {place}"
         sizes = [record.get(side) for side in ("width", "height")] if whole else []
-        if not whole or _id(record) is None or not all(isinstance(s, int) and s > 0 for s in sizes):
-            fault: str | None = "images without an id, a file name or a size"
-        elif record["id"] in images:
-            fault = "images whose id was used before"
-        else:
-            fault = fault_of(record)
+        if not whole or _id(record) is None or not all(_is_whole(s) and s > 0 for s in sizes):
+            faults["images without an id, a file name or a size"].append(name)
+            continue
+        width, height = map(int, sizes)
+        image = {"id": len(images) + 1, "file_name": name, "width": width, "height": height}
+        fault = "images whose id was used before" if record["id"] in images else fault_of(image)
         if fault is None:
-            keys = ("id", "file_name", "width", "height")
-            images[record["id"]] = {key: record[key] for key in keys}
+            images[record["id"]] = image
         else:
             faults[fault].append(name)
     return images
@@ -106,15 +105,15 @@ def _checked(
     if image is None:
         known = isinstance(number, int | str) and number in listed
         raise _Fault(f"objects of {'images that were left out' if known else 'unknown images'}")
-    if not isinstance(category, int) or category not in categories:
+    if not _is_whole(category) or category not in categories:
         raise _Fault("objects of unknown categories")
     box = _cut(annotation.get("bbox"), image["width"], image["height"])
     crowd, area = annotation.get("iscrowd", 0), annotation.get("area", box[2] * box[3])
-    if crowd not in (0, 1) or not _are_numbers([area], 1):
-        raise _Fault("objects whose area or iscrowd is no number")
+    if crowd not in (0, 1) or not _are_numbers([area], 1) or area < 0:
+        raise _Fault("objects whose area or iscrowd is no such number")
     record = {
-        "image_id": number,
-        "category_id": category,
+        "image_id": image["id"],
+        "category_id": int(category),
         "bbox": box,
         "area": float(area),
         "iscrowd": int(crowd),
@@ -143,37 +142,64 @@ def _outline(outline: Any, image: Record) -> tuple[Any, bool]:
     if not outline:
         raise _Fault("objects without a mask")
     if isinstance(outline, list):
-        whole = [polygon for polygon in outline if _area(polygon) > 0]
+        whole = [polygon for polygon in outline if _has_area(polygon, image)]
         if not whole:
-            raise _Fault("objects whose polygons have no area")
+            raise _Fault("objects whose polygons have no area in the image")
         return whole, len(whole) < len(outline)
     size = outline.get("size") if isinstance(outline, dict) else None
     if size != [image["height"], image["width"]]:
         raise _Fault("objects whose mask has another size than their image")
     counts = outline.get("counts")
-    if isinstance(counts, list):
-        runs = all(type(run) is int and run >= 0 for run in counts)
-        if not runs or sum(counts) != size[0] * size[1]:
-            raise _Fault("objects whose run lengths do not fill their mask")
-    elif not isinstance(counts, str):
-        raise _Fault("objects without a mask")
+    runs = _run_lengths(counts) if isinstance(counts, str) else counts
+    fine = isinstance(runs, list) and all(type(run) is int and run >= 0 for run in runs)
+    if not fine or sum(runs) != size[0] * size[1]:
+        # the decoder would fill the rest with what happens to be in memory
+        raise _Fault("objects whose run lengths do not fill their mask")
     return outline, False
 
 
-def _area(polygon: Any) -> float:
-    """Of x, y, x, y, …; 0 for what is not a polygon."""
+def _run_lengths(code: str) -> list[int]:
+    """Undo COCO's compression: five bits a letter, the lowest first, differences to the last but
+    one."""
+    runs: list[int] = []
+    value = shift = 0
+    for letter in code:
+        bits = ord(letter) - 48
+        value |= (bits & 31) << shift
+        shift += 5
+        if bits & 32:
+            continue
+        if bits & 16:
+            value -= 1 << shift
+        runs.append(value + (runs[-2] if len(runs) > 2 else 0))
+        value = shift = 0
+    return runs
+
+
+def _has_area(polygon: Any, image: Record) -> bool:
+    """Whether x, y, x, y, … encloses something of an image.
+
+    What reaches farther than the image is large is none: drawing it would take for ever.
+    """
     if not _are_numbers(polygon, 6) or len(polygon) % 2:
-        return 0.0
+        return False
+    for values, side in ((polygon[::2], image["width"]), (polygon[1::2], image["height"])):
+        if min(values) < -side or max(values) > 2 * side or max(values) <= 0 or min(values) >= side:
+            return False
     across, down = polygon[::2], polygon[1::2]
     following = zip([*across[1:], across[0]], [*down[1:], down[0]], strict=True)
     corners = zip(across, down, following, strict=True)
     twice: float = sum(x * next_y - next_x * y for x, y, (next_x, next_y) in corners)
-    return abs(twice) / 2
+    return twice != 0
 
 
 def _are_numbers(values: Any, least: int) -> bool:
     return (
         isinstance(values, list)
         and len(values) >= least
-        and all(type(value) in (int, float) and isfinite(value) for value in values)
+        and all(type(value) in (int, float) and abs(value) < LARGEST for value in values)
     )
+
+
+def _is_whole(value: Any) -> bool:
+    return _are_numbers([value], 1) and value == int(value)

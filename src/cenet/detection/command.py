@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> None:
             description="Object detection and instance segmentation with CE.",
         )
     except (ValueError, OSError) as error:
-        raise SystemExit(str(error)) from error
+        raise SystemExit(str(error) if is_first() else 1) from error
 
 
 def parse(arguments: list[str]) -> DetectionJob:

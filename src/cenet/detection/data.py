@@ -1,21 +1,24 @@
 """Images with boxes and masks: folders as COCO has them, or shapes that are drawn."""
 
 import json
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from cenet.detection.annotations import Faults, Record, clean
 from cenet.detection.recipes import DetectionRecipe
 from cenet.detection.shapes import draw_shapes
+from cenet.train.data import read_image
 from cenet.train.inputs import FILES_MEAN, FILES_STD, Inputs
 
 SHAPES = (400, 100)  # images to train on and to test with
 SHOWN = 3  # of a fault, by name
+MOST_ELONGATED = 20  # else nothing would be left of the shorter side
 # the end of a whole file: of a JPEG, of a PNG
 ENDINGS = (b"\xff\xd9", b"IEND\xaeB`\x82")
 
@@ -38,13 +41,16 @@ class Scenes(NamedTuple):
         if self.pixels is not None:
             return self.pixels[index]
         assert self.root is not None
-        path = self.root / self.images[index]["file_name"]
-        try:
-            with Image.open(path) as image:
-                pixels: Tensor = pil_to_tensor(image.convert("RGB"))
-                return pixels
-        except (OSError, UnidentifiedImageError) as error:
-            raise ValueError(f"{path} cannot be read: {error}") from error
+        pixels: Tensor = pil_to_tensor(read_image(self.root / self.images[index]["file_name"]))
+        return pixels
+
+    def digest(self) -> str:
+        """The same for the same images and objects, wherever the files are."""
+        found = blake2b(digest_size=16)
+        for record in (*self.images, *self.coco["annotations"]):
+            text = [value for key, value in record.items() if key != "segmentation"]
+            found.update(repr(text).encode())
+        return found.hexdigest()
 
     def report(self) -> str:
         """What there is, and what was left out."""
@@ -91,8 +97,9 @@ def load(recipe: DetectionRecipe, folder: Path | None) -> SceneSplit:
             parts *= 2
     split = SceneSplit(*parts)
     if split.train.labels != split.test.labels or split.train.classes != split.test.classes:
-        differ = sorted({*split.train.classes} ^ {*split.test.classes}) or "their ids"
-        raise ValueError(f"train and test have different categories: {differ}")
+        differ = sorted({*split.train.classes} ^ {*split.test.classes})
+        some = f"{', '.join(differ[:SHOWN])}{', …' * (len(differ) > SHOWN)}" or "their ids"
+        raise ValueError(f"train and test have different categories: {some}")
     return split
 
 
@@ -166,17 +173,19 @@ def scenes(
 
 
 def _fault(root: Path, record: Record) -> str | None:
-    path = root / str(record["file_name"])
+    path = root / record["file_name"]
+    if max(size := (record["width"], record["height"])) > MOST_ELONGATED * min(size):
+        return f"images more than {MOST_ELONGATED} times as long as wide"
     if not path.is_file():
         return "images whose file is missing"
     try:
         with Image.open(path) as image:  # reads the header only
-            size = image.size
+            own = image.size
             if not _has_an_end(path):
                 image.load()
-    except (OSError, UnidentifiedImageError, SyntaxError):
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
         return "images whose file cannot be read"
-    if size != (record["width"], record["height"]):
+    if own != size:
         return "images of another size than the annotations say"
     return None
 

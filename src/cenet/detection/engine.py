@@ -89,7 +89,8 @@ class DetectionTrainer(Loop):
         network = build_detector(recipe, inputs, checkpoint).to(processes.device)
         super().__init__(
             recipe, network.to(memory_format=layout), inputs, options, processes,
-            images=len(data.train.images), sums=len(self.parts) + 2,
+            images=len(data.train.images), data=f"{data.train.digest()} {data.test.digest()}",
+            sums=len(self.parts) + 2,
         )  # fmt: skip
         snapshot.seed_everything(seed_of("chance", recipe.seed, processes.rank))
 

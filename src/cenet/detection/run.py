@@ -11,11 +11,12 @@ from torch import nn
 import cenet.train.processes as processes
 import cenet.train.saving as saving
 from cenet.checkpoints import load_state_
-from cenet.detection.data import Scenes, SceneSplit, load
+from cenet.detection.data import SHOWN, Scenes, SceneSplit, load
 from cenet.detection.engine import DetectionOptions, DetectionTrainer, build_detector
-from cenet.detection.evaluation import Scores, evaluate, predict
+from cenet.detection.evaluation import Scores, evaluate, predict, require_evaluation
 from cenet.detection.page import Drawing, draw, write_page
 from cenet.detection.recipes import DetectionRecipe
+from cenet.detection.settings import STAGES
 from cenet.train.logbook import METRICS, read_metrics, read_run
 from cenet.train.loop import Loop
 from cenet.train.run import Device, carry_out
@@ -54,12 +55,14 @@ def train(job: DetectionJob) -> dict[str, Any]:
         ValueError: the data, the checkpoint or the device are not what the job needs.
         Interrupted, NonFiniteLoss: see `Loop.run`.
     """
+    require_evaluation()
     untrained = job.checkpoint is None and not saving.checkpoints(job.options.out)
-    if job.recipe.setting != "scratch" and untrained:
+    setting, layers = job.recipe.setting, job.recipe.trainable_layers
+    if untrained and (setting != "scratch" or layers < len(STAGES)):
         raise ValueError(
-            f"setting={job.recipe.setting} keeps parts of the backbone as they are, and they are "
-            "untrained; pass a classifier's weights by --checkpoint FILE, or train everything by "
-            "--setting scratch --trainable-layers 5"
+            f"setting={setting} and trainable_layers={layers} keep parts of the backbone as they "
+            "are, and they are untrained; pass a classifier's weights by --checkpoint FILE, or "
+            f"train everything by --setting scratch --trainable-layers {len(STAGES)}"
         )
 
     def build(own: processes.Processes) -> Loop:
@@ -96,6 +99,7 @@ def load_detector(run: Path | str) -> nn.Module:
 
 def evaluate_run(run: Path, data: Path | None = None, device: Device = "auto") -> Scores:
     """Average precision of a run: of its final weights, or of its newest checkpoint."""
+    require_evaluation()
     own = processes.start(device)
     try:
         network = load_detector(run).to(own.device)
@@ -121,6 +125,7 @@ def _data_of(run: Path, data: Path | None) -> SceneSplit:
     recipe, inputs = read_run(run, DetectionRecipe)
     split = load(recipe, data)
     if split.test.classes != inputs.classes:
-        differ = sorted({*split.test.classes} ^ {*inputs.classes})
-        raise ValueError(f"{run} was trained on other classes than {data} has: {differ}")
+        differ = sorted({*split.test.classes} ^ {*inputs.classes}) or ["in another order"]
+        some = f"{', '.join(differ[:SHOWN])}{', …' * (len(differ) > SHOWN)}"
+        raise ValueError(f"{run} was trained on other classes than {data} has: {some}")
     return split

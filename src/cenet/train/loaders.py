@@ -256,6 +256,13 @@ def loaded(
     except ValueError as error:  # a worker's comes with its traceback as text
         reason = str(error).strip().splitlines()[-1].removeprefix("ValueError: ")
         raise ValueError(reason) from error
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader worker"):
+            raise
+        raise ValueError(
+            f"a process that reads images has died ({error}); is there enough memory? Use fewer "
+            "by --workers"
+        ) from error
     finally:
         # they are deaf to the signal by which Python ends them when it exits
         if workers:

@@ -102,9 +102,13 @@ class Logbook:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Rows of metrics.jsonl; ValueError if it is damaged."""
     try:
-        return [json.loads(line) for line in path.read_text().splitlines()]
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict) or not isinstance(row.get("epoch"), int):
+            raise ValueError(f"{path} cannot be read: line {number} is not the row of an epoch")
+    return rows
 
 
 def read_run(folder: Path, kind: type[C]) -> tuple[C, Inputs]:
@@ -121,5 +125,7 @@ def read_run(folder: Path, kind: type[C]) -> tuple[C, Inputs]:
                 f"`{str(made).removesuffix(' train')} --help`"
             )
         return kind.from_dict(about["recipe"]), Inputs.from_dict(about["inputs"])
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    except (KeyError, TypeError) as error:
         raise ValueError(f"{path} is not of this version of `{kind.command}`: {error!r}") from error

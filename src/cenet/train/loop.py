@@ -75,6 +75,7 @@ class Loop(ABC):
         processes: Processes,
         *,
         images: int,
+        data: str,
         sums: int,
     ) -> None:
         """Build what trains `network`, which is on the device, on so many images.
@@ -83,10 +84,11 @@ class Loop(ABC):
             recipe, network, options, processes: as their names say.
             inputs: what the network takes.
             images: of an epoch.
+            data: a digest of the images, and of what is known about them.
             sums: numbers that a step adds to `position.sums`.
         """
         self.recipe, self.network, self.inputs = recipe, network, inputs
-        self.options, self.processes = options, processes
+        self.options, self.processes, self.digest = options, processes, data
         self.shard = Shard(images, recipe.batch_size, rank=processes.rank, world=processes.world)
         if recipe.accumulate > self.shard.steps:
             raise ValueError(
@@ -327,6 +329,7 @@ class Loop(ABC):
             "scaler": self.scaler.state_dict(),
             "chance": [facts for _, facts in chances],
             "inputs": self.inputs.as_dict(),
+            "data": self.digest,
         }
         path = saving.checkpoint_path(self.options.out, self.position.updates)
         saving.write(path, tensors, facts)
@@ -375,6 +378,8 @@ class Loop(ABC):
         ]
         if facts.get("inputs") != self.inputs.as_dict():
             changed.append("the classes or the pixels of the data differ")
+        elif facts.get("data") != self.digest:
+            changed.append("images or what is known about them differ")
         if changed:
             raise ValueError(
                 f"{path} is a checkpoint of another run: {'; '.join(changed)}; "

@@ -3,12 +3,12 @@
 import json
 from pathlib import Path
 
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import Tensor, nn
 
 import cenet.train.saving as saving
 import cenet.train.snapshot as snapshot
-from cenet.checkpoints import load_state_
+from cenet.checkpoints import digest, load_state_, read_state
 from cenet.train.course import Course
 from cenet.train.inputs import Inputs
 from cenet.train.logbook import read_run
@@ -25,18 +25,15 @@ def write_weights(path: Path, network: nn.Module, recipe: Course, inputs: Inputs
         for name, value in network.state_dict().items()
     }
     # one entry: several would come in any order, and equal runs write equal files
-    about = {"cenet": json.dumps({"recipe": recipe.as_dict(), "inputs": inputs.as_dict()})}
-    saving.replace_file(path, save(state, about))
+    about = {"recipe": recipe.as_dict(), "inputs": inputs.as_dict(), "digest": digest(state, "")}
+    saving.replace_file(path, save(state, {"cenet": json.dumps(about)}))
 
 
 def read_weights(run: Path) -> tuple[dict[str, Tensor], str]:
     """The final weights of a run, or those of its newest checkpoint, and the name of their file."""
     final = run / WEIGHTS
     if final.is_file():
-        try:
-            return dict(load_file(final)), final.name
-        except Exception as error:  # the reader raises several kinds
-            raise ValueError(f"{final} cannot be read: {error}") from error
+        return read_state(final), final.name
     found = saving.newest(run)
     if found is None:
         raise ValueError(f"{run} has neither {WEIGHTS} nor a checkpoint yet")
