@@ -89,8 +89,8 @@ LEVELS = [
     ),
     (
         *("report.parts", "report.words", "report.shape", "report.sources", "report.colours"),
-        *("report.scales", "report.charts", "report.curves", "report.layers", "report.channels"),
-        *("report.tables", "report.writing", "report"),
+        *("report.svg", "report.scales", "report.charts", "report.curves", "report.layers"),
+        *("report.channels", "report.tables", "report.shell", "report.writing", "report"),
     ),
     (
         *("detection.settings", "detection.networks", "detection.deploy", "detection.recipes"),
