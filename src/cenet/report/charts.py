@@ -38,6 +38,7 @@ STYLE = (
 .drawing .curve{stroke:currentColor;stroke-width:1.8;stroke-linejoin:round;fill:none}
 .drawing .band{fill:currentColor;opacity:.16}
 .drawing .mark{fill:currentColor}
+.drawing .tag{fill:#10141a;font:600 21px system-ui,sans-serif}
 """
     + "".join(f".drawing .run{i}{{color:var(--run{i})}}\n" for i in range(8))
 )  # fmt: skip
