@@ -1,6 +1,8 @@
 """The page of a detector: numbers, curves and predictions, read back and compared."""
 
+import base64
 import csv
+import io
 import json
 import re
 from dataclasses import replace
@@ -8,6 +10,8 @@ from itertools import combinations, pairwise
 from xml.etree import ElementTree
 
 import pytest
+import torch
+from PIL import Image
 
 import cenet.detection.data as data_module
 from _detection import COMMIT, TINY, as_found, detection_row, few_shapes, write_detection_run
@@ -85,9 +89,8 @@ def test_axes_of_the_curves(tmp_path):
     for panel in panels(page, "precision"):
         assert texts(panel)[:3] == ["AP", "AP50", "AP75"]
         # always from 0 to 1, however little was reached
-        assert [text for text in texts(panel) if "." in text or text == "0"] == [
-            "0", "0.2", "0.4", "0.6", "0.8",
-        ]  # fmt: skip
+        ticks = [text for text in texts(panel) if text[0].isdigit()]
+        assert ticks == ["0", "0.2", "0.4", "0.6", "0.8", "1", "1", "2", "3"]  # and epochs
         across = re.findall(r"[ML]([\d.]+) ", curves(panel)[0][0].get("d"))
         assert across == ["56", "236", "416"]  # from edge to edge of the plot
 
@@ -202,6 +205,29 @@ def test_predictions_stand_beside_the_truth():
     shift = (float(truth.get("viewBox").split()[2]) - unit * width) / 2
     boxes = [tag for tag in truth.iter(f"{SVG}rect") if tag.get("stroke") == COLOURS[1]]
     assert float(boxes[0].get("x")) == pytest.approx(shift + unit * objects[1]["bbox"][0], abs=1)
+
+
+def test_masks_are_painted_where_they_are():
+    scenes = few_shapes(1, 12).test
+    index = several(scenes)[0]
+    one = scenes.objects[index][0]
+    unit = 640 / max(scenes.images[index]["width"], scenes.images[index]["height"])
+    left, top, width, height = (unit * value for value in one["bbox"])
+    # of an ellipse, a rectangle or a triangle that points upwards
+    inside = (round(left + width / 2), round(top + 0.7 * height))
+    outside = (round(left + width / 2), round(top - 12 if top > 12 else top + height + 12))
+    colours = {}
+    alone = scenes._replace(objects=[[one]] * len(scenes.images))
+    for masks in (False, True):
+        section = predictions_section(alone, [index], [], masks=masks, weights="w")
+        uri = re.search(r'base64,([^"]+)', section.figures[0].panels[0].svg)[1]
+        image = Image.open(io.BytesIO(base64.b64decode(uri)))
+        colours[masks] = [torch.tensor(image.getpixel(at)) for at in (inside, outside)]
+    paint = torch.tensor([*bytes.fromhex(COLOURS[0][1:])])
+    mixed = 0.7 * colours[False][0] + 0.3 * paint
+    assert (colours[True][0] - mixed).abs().max() < 12  # as far as JPEG keeps it
+    assert (colours[False][0] - mixed).abs().max() > 12
+    assert (colours[True][1] - colours[False][1]).abs().max() < 12
 
 
 def test_where_nothing_was_found_the_page_says_so():
