@@ -9,7 +9,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torchvision.ops import box_iou
-from torchvision.transforms.v2.functional import InterpolationMode, resize
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2.functional import resize
 
 from cenet.detection.annotations import Record
 from cenet.detection.data import Scenes, outline_mask
