@@ -75,8 +75,8 @@ def write_detection_run(folder, *, epochs=3, recipe=TINY, test_every=1):
     recipe = replace(recipe, epochs=epochs)
     inputs = few_shapes(1, 1).inputs().as_dict()
     facts = {"cenet": "0.1.0", "commit": COMMIT, "device": "cpu x86_64", "command": ["cenet"]}
-    about = {"recipe": recipe.as_dict(), "inputs": inputs, "environment": facts}
-    (folder / "run.json").write_text(json.dumps(about))
+    about = {"command": recipe.command, "recipe": recipe.as_dict(), "inputs": inputs}
+    (folder / "run.json").write_text(json.dumps(about | {"environment": facts}))
     rows = [detection_row(epoch, tested=epoch % test_every == 0) for epoch in range(1, epochs + 1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return rows
