@@ -14,10 +14,12 @@ from cenet.checkpoints import load_state_
 from cenet.detection.data import SHOWN, Scenes, SceneSplit, load
 from cenet.detection.engine import DetectionOptions, DetectionTrainer, build_detector
 from cenet.detection.evaluation import Scores, evaluate, predict, require_evaluation
-from cenet.detection.page import Drawing, draw, write_page
+from cenet.detection.page import build_page, read_source
+from cenet.detection.predictions import choose, predictions_section
 from cenet.detection.recipes import DetectionRecipe
 from cenet.detection.settings import STAGES
-from cenet.train.logbook import METRICS, read_metrics, read_run
+from cenet.report.shell import save_page
+from cenet.train.logbook import read_run
 from cenet.train.loop import Loop
 from cenet.train.run import Device, carry_out
 from cenet.train.saving import replace_file
@@ -91,10 +93,16 @@ def _write_left_out(path: Path, parts: dict[str, Scenes]) -> None:
 
 def load_detector(run: Path | str) -> nn.Module:
     """The network of a run of `cenet detect train`, in evaluation mode on the CPU."""
-    recipe, inputs = read_run(Path(run), DetectionRecipe)
+    return _load(Path(run))[0]
+
+
+def _load(run: Path) -> tuple[nn.Module, str]:
+    """The network of a run, and the name of the file of its weights."""
+    recipe, inputs = read_run(run, DetectionRecipe)
     network = build_detector(recipe, inputs)
-    load_state_(network, read_weights(Path(run))[0])
-    return network.eval()
+    weights, name = read_weights(run)
+    load_state_(network, weights)
+    return network.eval(), name
 
 
 def evaluate_run(run: Path, data: Path | None = None, device: Device = "auto") -> Scores:
@@ -111,14 +119,32 @@ def evaluate_run(run: Path, data: Path | None = None, device: Device = "auto") -
 def show_run(
     run: Path, data: Path | None = None, device: Device = "auto", *, images: int = 8
 ) -> Path:
-    """Write a page of a run: curves, average precision, and what is found on some test images."""
-    own = processes.start(device)
-    network = load_detector(run).to(own.device)
-    scenes = _data_of(run, data).test
-    indices = list(range(min(images, len(scenes.images))))
-    found = predict(network, scenes, indices, device=own.device, workers=0)
-    drawings: list[Drawing] = [draw(scenes, index, found) for index in indices]
-    return write_page(run / PAGE, run.name, read_metrics(run / METRICS), drawings)
+    """Write a page of a run: average precision, curves, and what is found on some test images.
+
+    Args:
+        run: its folder.
+        data: folder of the images; not needed if none is drawn.
+        device: where to run.
+        images: how many to draw.
+
+    Raises:
+        ValueError: `images` is negative, the run has no epoch yet, or the data are not its own.
+    """
+    if images < 0:
+        raise ValueError(f"images={images} must be at least 0")
+    recipe, _ = read_run(run, DetectionRecipe)
+    source = read_source(run)
+    predictions, weights = None, ""
+    if images:
+        require_evaluation()
+        own = processes.start(device)
+        scenes = _data_of(run, data).test
+        network, weights = _load(run)
+        indices = choose(scenes, images)
+        found = predict(network.to(own.device), scenes, indices, device=own.device, workers=0)
+        masks = recipe.detector == "mask_rcnn"
+        predictions = predictions_section(scenes, indices, found, masks=masks, weights=weights)
+    return save_page(build_page(source, recipe, predictions, weights), run / PAGE)
 
 
 def _data_of(run: Path, data: Path | None) -> SceneSplit:
