@@ -54,7 +54,7 @@ def busy_seconds(events: Any) -> float:
 
 def epoch(trainer: Trainer, interrupts: Interrupts) -> float:
     trainer.network.train()
-    trainer.train_epoch(interrupts, lambda **_: None)
+    trainer.train_epoch(interrupts)
     seconds = trainer.position.seconds
     trainer.end_epoch()
     return seconds
@@ -99,7 +99,7 @@ def main() -> None:
             busy = "no GPU"
             if device.type == "cuda":
                 with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-                    trainer.train_epoch(interrupts, lambda **_: None)
+                    trainer.train_epoch(interrupts)
                 seconds = trainer.position.seconds
                 busy = f"{busy_seconds(profiler.events()) / seconds:.1%} of {seconds:.3f} s"
                 trainer.end_epoch()

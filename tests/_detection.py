@@ -1,5 +1,6 @@
-"""A small detector and a ResNet-18 over lists of batches, for the tests of cenet.detection."""
+"""A small detector, a planted run, a ResNet-18 over lists of batches: for cenet.detection."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -63,6 +64,42 @@ TINY = replace(
     lr=0.01,
     warmup_epochs=0.5,
 )
+
+
+COMMIT = "c5ed317"
+
+
+def write_detection_run(folder, *, epochs=3, recipe=TINY, test_every=1):
+    """A folder as `cenet detect train` leaves it, without weights; the numbers are made up."""
+    folder.mkdir(parents=True)
+    recipe = replace(recipe, epochs=epochs)
+    inputs = few_shapes(1, 1).inputs().as_dict()
+    facts = {"cenet": "0.1.0", "commit": COMMIT, "device": "cpu x86_64", "command": ["cenet"]}
+    about = {"command": recipe.command, "recipe": recipe.as_dict(), "inputs": inputs}
+    (folder / "run.json").write_text(json.dumps(about | {"environment": facts}))
+    rows = [detection_row(epoch, tested=epoch % test_every == 0) for epoch in range(1, epochs + 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+
+def detection_row(epoch, *, tested=True):
+    names = ("train_classifier", "train_box_reg", "train_objectness", "train_rpn_box_reg")
+    losses = {name: (1 + place) / epoch for place, name in enumerate((*names, "train_mask"))}
+    measures = {
+        f"{kind}_{measure}": (1 - 1 / (epoch + place)) if tested else None
+        for kind in ("box", "mask")
+        for place, measure in enumerate(("ap", "ap50", "ap75"), start=1)
+    }
+    return {
+        "epoch": epoch, "updates": 4 * epoch, "lr": 0.01, "train_loss": sum(losses.values()),
+        **losses, **measures, "seconds": 1.0, "images_per_second": 12.0,
+    }  # fmt: skip
+
+
+def as_found(record, score=0.9, **changes):
+    """An object as a network would have found it."""
+    kept = {name: record[name] for name in ("image_id", "category_id", "bbox", "segmentation")}
+    return {**kept, "score": score, **changes}
 
 
 # a ResNet-18 over a list of batches whose images differ in size, from its parameters alone

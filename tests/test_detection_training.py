@@ -1,5 +1,6 @@
 """Training detectors: interrupted runs equal whole ones, empty images train, the commands."""
 
+import copy
 import json
 import os
 import re
@@ -18,9 +19,11 @@ from _detection import TINY, batch, few_shapes, small_detector
 from _training import assert_same_run, call, metrics, stop_at
 from cenet.detection.data import SceneSplit, scenes
 from cenet.detection.engine import DetectionOptions, DetectionTrainer
+from cenet.detection.recipes import DetectionRecipe
 from cenet.detection.run import evaluate_run
 from cenet.train import saving
 from cenet.train.diagnosis import NonFiniteLoss
+from cenet.train.logbook import read_metrics, read_run
 from cenet.train.loop import Interrupted
 from cenet.train.processes import Processes
 from test_scaling_out import torchrun
@@ -151,9 +154,13 @@ def test_train_eval_and_show(tmp_path, monkeypatch, capsys):
     assert found == {name: row[name] for name in found}
     call(monkeypatch, "detect", "show", str(out), "--device", "cpu", "--images", "3")
     page = (out / "detection.html").read_text()
-    assert page.count("data:image/png;base64,") == 6
-    assert page.count("<polyline") == 6 + 6  # losses and average precisions
-    assert not re.search(r'(src|href)="(?!data:)', page), "it needs nothing else"
+    assert page.count("data:image/jpeg;base64,") == 6
+    assert f"box AP {row['box_ap']:.3f}, mask AP {row['mask_ap']:.3f}" in page
+    assert 'role="note"' not in page  # drawn is what was measured
+    with pytest.raises(SystemExit, match="is a run of `cenet detect train`, not of `cenet train`"):
+        call(monkeypatch, "eval", str(out), "--device", "cpu")
+    with pytest.raises(SystemExit, match="run of `cenet detect train`; see `cenet detect --help`"):
+        call(monkeypatch, "report", str(out))
     about = json.loads((out / "run.json").read_text())
     assert about["recipe"]["backbone"] == "ceresnet18"
     assert about["inputs"]["classes"] == ["ellipse", "rectangle", "triangle"]
@@ -165,7 +172,11 @@ def test_train_eval_and_show(tmp_path, monkeypatch, capsys):
         (("train", "shape"), "'shape' is not a detection recipe (did you mean shapes"),
         (("train", "shapes", "--lr", "-1"), "lr=-1.0 must be at least"),
         (("train", "resnet50_ce"), "pass a classifier's weights by --checkpoint FILE"),
-        (("train", "resnet50_ce", "--setting", "scratch"), "coco is not embedded"),
+        (("train", "resnet50_ce", "--setting", "scratch"), "trainable_layers=3 keep parts of the"),
+        (
+            ("train", "resnet50_ce", "--setting", "scratch", "--trainable-layers", "5"),
+            "coco is not embedded",
+        ),
         (("train", "shapes", "--data", "x"), "shapes are drawn"),
         (("eval", "nowhere"), "nowhere is not a folder of `cenet detect train`"),
         (("show", "nowhere"), "nowhere is not a folder of `cenet detect train`"),
@@ -254,3 +265,43 @@ def test_training_is_deterministic(tmp_path):
     assert_same_run(tmp_path / "a", tmp_path / "b")
     trainer(replace(TINY, epochs=3, seed=1), tmp_path / "c").run()
     assert metrics(tmp_path / "c") != metrics(tmp_path / "a")
+
+
+def test_other_objects_are_another_run(tmp_path):
+    def start(data):
+        return trainer(TINY, tmp_path, data)
+
+    data = few_shapes()
+    first = start(data)
+    stop_at(first, 1)
+    with pytest.raises(Interrupted):
+        first.run()
+    assert start(few_shapes()).resume()
+    moved = copy.deepcopy(data.train.coco)
+    moved["annotations"][0]["bbox"][0] += 1
+    other = scenes("train", moved, pixels=data.train.pixels)
+    with pytest.raises(ValueError, match="images or what is known about them differ"):
+        start(SceneSplit(other, data.test)).resume()
+
+
+def test_without_pycocotools_there_is_one_line(monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        "cenet.detection.evaluation.find_spec", lambda name: None if "coco" in name else 1
+    )
+    with pytest.raises(SystemExit, match=r"detection needs pycocotools; install it with"):
+        call(monkeypatch, "detect", "train", "shapes", "--out", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("run.json", "[" * 100_000, "run.json cannot be read"),
+        ("run.json", '{"command": "cenet detect train", "recipe": {}}', "is not of this version"),
+        ("metrics.jsonl", "[1]\n", "line 1 is not the row of an epoch"),
+        ("metrics.jsonl", '{"epoch": "one"}\n', "line 1 is not the row of an epoch"),
+    ],
+)
+def test_a_damaged_folder_is_one_clear_error(name, content, message, tmp_path):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_run(tmp_path, DetectionRecipe) if name == "run.json" else read_metrics(tmp_path / name)

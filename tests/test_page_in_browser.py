@@ -1,10 +1,14 @@
-"""The report page in a real browser: drawn, quiet, offline, and usable without a mouse."""
+"""The pages in a real browser: drawn, quiet, offline, and usable without a mouse."""
 
 import pytest
 
 from _browser import Browser, find_chromium
+from _detection import TINY, as_found, few_shapes, write_detection_run
 from _runs import diagnosis, write_run
+from cenet.detection.page import build_page, read_source
+from cenet.detection.predictions import predictions_section
 from cenet.report import write_diagnosis_page, write_page
+from cenet.report.shell import save_page
 
 pytestmark = [
     pytest.mark.slow,
@@ -149,3 +153,59 @@ def test_the_theme_follows_the_system_until_the_button_is_pressed(browser, pages
     assert before[1] != after[1]
     browser.press("Enter")
     assert browser.value(ground) == (night if dark else light)
+
+
+# the page of a detector
+
+
+@pytest.fixture(scope="module")
+def detector(tmp_path_factory):
+    """Three epochs, and images with everything, something and nothing found on them."""
+    run = tmp_path_factory.mktemp("detector") / "run"
+    write_detection_run(run, epochs=3)
+    scenes = few_shapes(1, 8).test
+    scenes = scenes._replace(
+        classes=("<b>ELLIPSE</b>", "a very long name of a class", "MwM 三角形")
+    )
+    found = [as_found(one) for objects in scenes.objects[::2] for one in objects[:2]]
+    section = predictions_section(scenes, list(range(8)), found, masks=True, weights="w")
+    page = build_page(read_source(run), TINY, section, "step-000000013.safetensors")
+    return save_page(page, run / "detection.html")
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [1200, 390])
+def test_the_page_of_a_detector(browser, detector, width, dark):
+    browser.open(detector, width=width, dark=dark)
+    assert browser.problems == []
+    assert browser.requests[0] == detector.resolve().as_uri()
+    assert all(url.startswith("data:") for url in browser.requests[1:])
+    drawings = browser.value(BOXES % "svg.drawing")
+    assert len(drawings) == 4 + 2 * 8
+    for x, _, wide, high in drawings:
+        assert wide > 250
+        assert high > 70
+        assert x >= 0
+        assert x + wide <= width
+    curves = browser.value(BOXES % ".drawing g .curve")
+    assert all(max(wide, high) > 1 for _, _, wide, high in curves)
+    assert browser.value(CUT_OFF) == []
+    browser.value("document.querySelectorAll('details').forEach(d => d.open = true)")
+    assert browser.value("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize("width", [1200, 390])
+def test_names_of_objects_fit_their_backing_and_are_large_enough(browser, detector, width):
+    browser.open(detector, width=width)
+    tags = """[...document.querySelectorAll(".drawing .tag")].map(t => {
+      const own = t.getBoundingClientRect(), back = t.previousSibling.getBoundingClientRect();
+      return [back.left - own.left, own.right - back.right, own.height]; })"""
+    found = browser.value(tags)
+    assert len(found) > 16
+    for left, right, height in found:
+        assert left <= 0
+        assert right <= 0
+        assert height > 11
+    pictures = browser.value(BOXES % ".drawing image")
+    assert len(pictures) == 16
+    assert all(wide > 150 and high > 70 for _, _, wide, high in pictures)

@@ -2,7 +2,10 @@
 
 import multiprocessing
 import os
+import re
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy
@@ -284,6 +287,33 @@ def test_workers_leave_signals_to_the_run(folder):
     for number in (signal.SIGTERM, signal.SIGINT):
         os.kill(worker.pid, number)
     assert len(list(batches)) == 15
+
+
+@pytest.mark.parametrize(
+    ("fails", "message"),
+    [
+        ("raise ValueError('it is truncated')", r"it is truncated\n"),
+        ("index or os._exit(1)", r"a process that reads images has died \(.*by --workers\n"),
+    ],
+)
+def test_workers_end_with_a_run_that_fails(fails, message):
+    """Deaf to signals, they once outlived it, and Python waited for them."""
+    script = (
+        "import os\n"
+        "from cenet.train.loaders import loaded\n"
+        "class Damaged:\n"
+        "    def __getitem__(self, index):\n"
+        f"        {fails}\n"
+        "try:\n"
+        "    list(loaded(Damaged(), [[0], [1], [2]], workers=2, seed=0))\n"
+        "except ValueError as error:\n"
+        "    raise SystemExit(str(error)) from error\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert found.returncode == 1
+    assert re.fullmatch(message, found.stderr)
 
 
 def gradient(path, size):

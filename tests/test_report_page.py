@@ -221,7 +221,7 @@ def test_damaged_runs_are_refused(tmp_path):
     for content, message in (
         ("", "has no row yet"),
         ('{"epoch": 1}\n{"epo', "metrics.jsonl cannot be read"),
-        ('{"epoch": 1}\n[]\n', "line 2, is not a row of `cenet train`"),
+        ('{"epoch": 1}\n[]\n', "line 2 is not the row of an epoch"),
         ('{"epoch": 1, "test_loss": "low"}\n', "test_loss is 'low', not a number"),
     ):
         (run / "metrics.jsonl").write_text(content)

@@ -2,6 +2,7 @@
 
 import csv
 import errno
+import json
 import os
 import random
 import shutil
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy
 import pytest
@@ -46,6 +48,9 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(name, tmp_path):
         assert "resuming from step-" in second.resume()
         second.run()
         assert_same_run(tmp_path / "whole", out)
+        about = json.loads((out / "run.json").read_text())
+        assert len(about["resumed"]) == 1
+        assert about["environment"].keys() == about["resumed"][0].keys()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -60,6 +65,28 @@ def test_an_interrupted_run_over_files(workers, few_files, tmp_path):
     second.resume()
     second.run()
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_other_images_are_another_run(few_files, tmp_path):
+    def resumed(data, recipe, out):
+        first = trainer(recipe, out, data)
+        stop_at(first, 2)
+        with pytest.raises(Interrupted):
+            first.run()
+        return lambda other: trainer(recipe, out, other).resume()
+
+    digits = few_digits()
+    again = resumed(digits, TINY, tmp_path / "digits")
+    images = digits.train.images.flip(3)  # of the same mean and deviation
+    with pytest.raises(ValueError, match="another run: images or what is known about them differ"):
+        again(digits._replace(train=digits.train._replace(images=images)))
+    recipe = replace(TINY, augment="imagenet", image_size=16, dataset="imagenet")
+    again = resumed(few_files, recipe, tmp_path / "files")
+    elsewhere = [Path("/elsewhere", *path.parts[-2:]) for path in few_files.train.paths]
+    assert again(few_files._replace(train=few_files.train._replace(paths=elsewhere)))
+    for paths in (elsewhere[::-1], [*elsewhere[:-1], elsewhere[0]]):
+        with pytest.raises(ValueError, match="images or what is known about them differ"):
+            again(few_files._replace(train=few_files.train._replace(paths=paths)))
 
 
 def test_only_one_run_writes_to_a_folder(tmp_path):

@@ -43,6 +43,10 @@ def test_a_run_explains_itself_and_can_be_evaluated(tmp_path):
         evaluate_run(out, device="cpu", recalibrate=-1)
     with pytest.raises(ValueError, match="add --recalibrate"):
         evaluate_run(out, device="cpu", save=saved)
+    whole = (out / WEIGHTS).read_bytes()
+    (out / WEIGHTS).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(ValueError, match=r"weights.safetensors .* does not match its digest"):
+        evaluate_run(out, device="cpu")
     (out / WEIGHTS).unlink()
     assert evaluate_run(out, device="cpu") == found
     with pytest.raises(ValueError, match="holds a run already; go on with it by --resume auto"):

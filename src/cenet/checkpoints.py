@@ -1,12 +1,14 @@
 """Foreign checkpoints: files, and the layout of the authors' released CE layer."""
 
+import json
 from collections.abc import Mapping
+from hashlib import blake2b
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cenet.nn import ChannelEquilibrium2d
 
@@ -21,6 +23,7 @@ RELEASED_KEYS = {
 }
 # tracked by the released code and never read
 RELEASED_UNUSED = ("running_mean",)
+SHOWN = 3  # keys of each kind in a message
 
 
 @torch.no_grad()
@@ -87,9 +90,7 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
         raise ValueError(f"{path} is not a file")
     try:
         if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            state = load_file(path)
+            state = _read_safetensors(path)
         else:
             state = torch.load(path, map_location="cpu", weights_only=True)
     except UnpicklingError as error:
@@ -97,8 +98,8 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
             f"{path} cannot be read as a checkpoint: it is damaged or holds code, which is not run;"
             " save the state dict alone"
         ) from error
-    except Exception as error:  # the readers raise a dozen kinds
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    except Exception as error:  # the readers raise a dozen kinds, some with a bare number
+        reason = str(error).splitlines()[0] if " " in str(error) else "it is no such file"
         raise ValueError(f"{path} cannot be read as a checkpoint: {reason}") from error
     for key in ("state_dict", "model"):
         if isinstance(state, dict) and isinstance(state.get(key), dict):
@@ -106,6 +107,50 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
     if not is_state(state):
         raise ValueError(f"{path} does not hold a state dict of tensors")
     return {_plain(key): value for key, value in state.items()}
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        about = json.loads((file.metadata() or {}).get("cenet", "{}"))
+        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    # files of others have none
+    if about.get("digest", whole := digest(state, "")) != whole:
+        raise ValueError("it is damaged: its content does not match its digest")
+    return state
+
+
+def load_state_(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Load a state dict, in place; ValueError that says what does not fit."""
+    own = module.state_dict()
+    problems = {
+        "missing": [name for name in own if name not in state],
+        "unknown": [name for name in state if name not in own],
+        "of another shape": [
+            f"{name} {tuple(state[name].shape)} instead of {tuple(value.shape)}"
+            for name, value in own.items()
+            if name in state and state[name].shape != value.shape
+        ],
+    }
+    found = [
+        f"{len(names)} {what} ({', '.join(names[:SHOWN])}{', …' * (len(names) > SHOWN)})"
+        for what, names in problems.items()
+        if names
+    ]
+    if found:
+        raise ValueError(f"these weights are of another network: {', '.join(found)}")
+    module.load_state_dict(dict(state))
+
+
+def digest(tensors: Mapping[str, Tensor], facts: str) -> str:
+    """A digest of names, types, shapes and bytes."""
+    found = blake2b(facts.encode(), digest_size=32)
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        found.update(f"|{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        found.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
 def is_state(state: Any) -> bool:

@@ -291,7 +291,7 @@ def evaluate(
         found = evaluate_run(run, data, device, recalibrate=recalibrate, save=save)
         source = read_weights(run)[1]
     except (ValueError, OSError) as error:
-        raise SystemExit(str(error)) from error
+        raise SystemExit(str(error) if os.environ.get("RANK", "0") == "0" else 1) from error
     if os.environ.get("RANK", "0") != "0":
         return
     if source != WEIGHTS:

@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cenet.checkpoints import read_state
+from cenet.checkpoints import load_state_, read_state
 from cenet.folding import fold_ce
 from cenet.nn import NormCE2d, ce_layers
 from cenet.nn.norms import is_batch_norm
-
-LONGEST = 300  # letters of a list of keys in a message
 
 
 def load_weights_(model: nn.Module, checkpoint: str | Path) -> None:
@@ -27,11 +25,9 @@ def load_weights_(model: nn.Module, checkpoint: str | Path) -> None:
     if broken:
         raise ValueError(f"{checkpoint} has values that are not finite: {', '.join(broken)}")
     try:
-        model.load_state_dict(state)
-    except RuntimeError as error:
-        lines = str(error).splitlines()
-        reason = " ".join(line.strip()[:LONGEST] for line in lines)
-        raise ValueError(f"{checkpoint} does not fit {type(model).__name__}: {reason}") from error
+        load_state_(model, state)
+    except ValueError as error:
+        raise ValueError(f"{checkpoint} does not fit {type(model).__name__}: {error}") from error
 
 
 def load_network(name: str, checkpoint: Path) -> Any:

@@ -9,6 +9,7 @@ from cenet.detection.networks import (
     maskrcnn_ceresnet50_fpn,
     maskrcnn_ceresnet101_fpn,
 )
+from cenet.detection.run import load_detector
 from cenet.detection.settings import apply_setting_
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "fasterrcnn_ceresnet50_fpn",
     "fasterrcnn_ceresnet101_fpn",
     "fold_detector",
+    "load_detector",
     "maskrcnn_ceresnet50_fpn",
     "maskrcnn_ceresnet101_fpn",
 ]

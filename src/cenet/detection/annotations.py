@@ -1,107 +1,205 @@
-"""What is wrong with COCO annotations, found and counted before training."""
+"""What is wrong with COCO annotations, found and named before training."""
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
-from math import isfinite
 from typing import Any
 
 SMALLEST = 0.01  # pixels of a side; less is no box
+LARGEST = 2**53  # the evaluation counts in float64
 Record = dict[str, Any]
+Faults = dict[str, list[str]]  # what is wrong, and with which
 
 
-def clean(coco: Record, fault_of: Callable[[Record], str | None]) -> tuple[Record, Counter[str]]:
-    """Annotations that can be trained on and tested with, and how many were left out, and why.
+class _Fault(Exception):
+    """Why an annotation is of no use."""
 
-    Boxes are cut at the edges of their image, and annotations get new ids.
+
+def clean(
+    coco: Any, fault_of: Callable[[Record], str | None], *, masks: bool = True
+) -> tuple[Record, Faults]:
+    """Annotations that can be trained on and tested with, and what was left out, and why.
+
+    Boxes are cut at the edges of their image; images and annotations get new ids.
 
     Args:
         coco: "images", "annotations" and "categories", as COCO has them. It is not changed.
         fault_of: says what is wrong with the file of an image, if anything is.
+        masks: objects need one; otherwise none is kept.
 
     Raises:
-        ValueError: parts or keys are missing: this is not a file of COCO annotations.
+        ValueError: a part is missing or of another kind: this is not a file of COCO annotations.
     """
-    faults: Counter[str] = Counter()
-    try:
-        images = _images(coco["images"], fault_of, faults)
-        categories = {record["id"]: str(record["name"]) for record in coco["categories"]}
-        kept: list[Record] = []
-        for annotation in coco["annotations"]:
-            fault, better = _checked(annotation, images, categories)
-            if fault is not None:
-                faults[fault] += 1
-            if better is not None:
-                kept.append({**better, "id": len(kept) + 1})
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"these are not annotations as COCO has them: {error!r}") from error
+    faults: Faults = defaultdict(list)
+    for part in ("images", "annotations", "categories"):
+        if not isinstance(coco, dict) or not isinstance(coco.get(part), list):
+            raise ValueError(f"these are not annotations as COCO has them: no list {part!r}")
+    categories = _categories(coco["categories"])
+    images = _images(coco["images"], fault_of, faults)
+    listed = {_id(record) for record in coco["images"]}
+    kept: list[Record] = []
+    for place, annotation in enumerate(coco["annotations"]):
+        name = str(_id(annotation, f"the one at place {place}"))
+        try:
+            better, spoiled = _checked(annotation, images, listed, categories, masks)
+        except _Fault as fault:
+            faults[str(fault)].append(name)
+            continue
+        if spoiled:
+            faults["polygons without an area, of objects with others"].append(name)
+        kept.append({**better, "id": len(kept) + 1})
     names = [{"id": number, "name": name} for number, name in sorted(categories.items())]
-    return {"images": list(images.values()), "annotations": kept, "categories": names}, faults
+    parts = {"images": list(images.values()), "annotations": kept, "categories": names}
+    return parts, dict(faults)
+
+
+def _id(record: Any, otherwise: Any = None) -> Any:
+    found = record.get("id") if isinstance(record, dict) else None
+    return found if isinstance(found, int | str) else otherwise
+
+
+def _categories(records: list[Any]) -> dict[int, str]:
+    categories: dict[int, str] = {}
+    for record in records:
+        number, name = _id(record), record.get("name") if isinstance(record, dict) else None
+        if not _is_whole(number) or not isinstance(name, str):
+            raise ValueError(f"a category needs a whole number as id and a name, got {record!r}")
+        if number in categories:
+            raise ValueError(f"two categories have the id {number}: {categories[number]}, {name}")
+        categories[number] = name
+    return categories
 
 
 def _images(
-    records: list[Record], fault_of: Callable[[Record], str | None], faults: Counter[str]
+    records: list[Any], fault_of: Callable[[Record], str | None], faults: Faults
 ) -> dict[Any, Record]:
     images: dict[Any, Record] = {}
-    for record in records:
-        fault = "images listed twice" if record["id"] in images else fault_of(record)
+    for place, record in enumerate(records):
+        whole = isinstance(record, dict) and isinstance(record.get("file_name"), str)
+        name = record["file_name"] if whole else f"the one at place {place}"
+        sizes = [record.get(side) for side in ("width", "height")] if whole else []
+        if not whole or _id(record) is None or not all(_is_whole(s) and s > 0 for s in sizes):
+            faults["images without an id, a file name or a size"].append(name)
+            continue
+        width, height = map(int, sizes)
+        image = {"id": len(images) + 1, "file_name": name, "width": width, "height": height}
+        fault = "images whose id was used before" if record["id"] in images else fault_of(image)
         if fault is None:
-            names = ("id", "file_name", "width", "height")
-            images[record["id"]] = {name: record[name] for name in names}
+            images[record["id"]] = image
         else:
-            faults[fault] += 1
+            faults[fault].append(name)
     return images
 
 
 def _checked(
-    annotation: Record, images: dict[Any, Record], categories: dict[Any, str]
-) -> tuple[str | None, Record | None]:
-    """What is wrong, if anything is, and what remains of the annotation, if anything does."""
-    image = images.get(annotation["image_id"])
+    annotation: Any,
+    images: dict[Any, Record],
+    listed: set[Any],
+    categories: dict[int, str],
+    masks: bool,
+) -> tuple[Record, bool]:
+    """What remains of an annotation, and whether it has lost a polygon; _Fault if nothing does."""
+    if not isinstance(annotation, dict):
+        raise _Fault("objects that are no records")
+    number, category = annotation.get("image_id"), annotation.get("category_id")
+    image = images.get(number) if isinstance(number, int | str) else None
     if image is None:
-        return "objects of images that are not there", None
-    if annotation["category_id"] not in categories:
-        return "objects of unknown categories", None
-    box = _cut(annotation["bbox"], image["width"], image["height"])
-    if box is None:
-        return "objects with an empty box", None
-    crowd = int(annotation.get("iscrowd", 0))
-    fault, outline = None, annotation.get("segmentation")
-    if isinstance(outline, list):
-        whole = [polygon for polygon in outline if _area(polygon) > 0]
-        if len(whole) < len(outline):
-            fault = "objects with a degenerate polygon"
-        outline = whole
-    if not outline:
-        return fault or "objects without a mask", None
-    if isinstance(outline, dict) and list(outline["size"]) != [image["height"], image["width"]]:
-        return "masks of another size than their image", None
-    area = float(annotation.get("area", box[2] * box[3]))
-    return fault, {
-        "image_id": annotation["image_id"],
-        "category_id": annotation["category_id"],
+        known = isinstance(number, int | str) and number in listed
+        raise _Fault(f"objects of {'images that were left out' if known else 'unknown images'}")
+    if not _is_whole(category) or category not in categories:
+        raise _Fault("objects of unknown categories")
+    box = _cut(annotation.get("bbox"), image["width"], image["height"])
+    crowd, area = annotation.get("iscrowd", 0), annotation.get("area", box[2] * box[3])
+    if crowd not in (0, 1) or not _are_numbers([area], 1) or area < 0:
+        raise _Fault("objects whose area or iscrowd is no such number")
+    record = {
+        "image_id": image["id"],
+        "category_id": int(category),
         "bbox": box,
-        "segmentation": outline,
-        "area": area,
-        "iscrowd": crowd,
+        "area": float(area),
+        "iscrowd": int(crowd),
     }
+    if not masks:
+        return record, False
+    outline, spoiled = _outline(annotation.get("segmentation"), image)
+    return {**record, "segmentation": outline}, spoiled
 
 
-def _cut(box: list[float], width: int, height: int) -> list[float] | None:
-    """The part of a box inside the image, or None if there is none."""
-    if len(box) != 4 or not all(isfinite(value) for value in box):
-        return None
+def _cut(box: Any, width: int, height: int) -> list[float]:
+    """The part of a box inside the image."""
+    if not _are_numbers(box, 4) or len(box) != 4:
+        raise _Fault("objects whose box is not four numbers")
+    if box[2] < SMALLEST or box[3] < SMALLEST:
+        raise _Fault("objects with an empty box")
     left, top = max(0.0, box[0]), max(0.0, box[1])
     right, bottom = min(float(width), box[0] + box[2]), min(float(height), box[1] + box[3])
     if right - left < SMALLEST or bottom - top < SMALLEST:
-        return None
+        raise _Fault("objects whose box is outside of the image")
     return [left, top, right - left, bottom - top]
 
 
-def _area(polygon: list[float]) -> float:
-    """Of x, y, x, y, …; 0 for what is not a polygon."""
-    if len(polygon) < 6 or len(polygon) % 2 or not all(isfinite(value) for value in polygon):
-        return 0.0
+def _outline(outline: Any, image: Record) -> tuple[Any, bool]:
+    """Polygons or a run-length code, and whether a polygon was left out."""
+    if not outline:
+        raise _Fault("objects without a mask")
+    if isinstance(outline, list):
+        whole = [polygon for polygon in outline if _has_area(polygon, image)]
+        if not whole:
+            raise _Fault("objects whose polygons have no area in the image")
+        return whole, len(whole) < len(outline)
+    size = outline.get("size") if isinstance(outline, dict) else None
+    if size != [image["height"], image["width"]]:
+        raise _Fault("objects whose mask has another size than their image")
+    counts = outline.get("counts")
+    runs = _run_lengths(counts) if isinstance(counts, str) else counts
+    fine = isinstance(runs, list) and all(type(run) is int and run >= 0 for run in runs)
+    if not fine or sum(runs) != size[0] * size[1]:
+        # the decoder would fill the rest with what happens to be in memory
+        raise _Fault("objects whose run lengths do not fill their mask")
+    return outline, False
+
+
+def _run_lengths(code: str) -> list[int]:
+    """Undo COCO's compression: five bits a letter, the lowest first, differences to the last but
+    one."""
+    runs: list[int] = []
+    value = shift = 0
+    for letter in code:
+        bits = ord(letter) - 48
+        value |= (bits & 31) << shift
+        shift += 5
+        if bits & 32:
+            continue
+        if bits & 16:
+            value -= 1 << shift
+        runs.append(value + (runs[-2] if len(runs) > 2 else 0))
+        value = shift = 0
+    return runs
+
+
+def _has_area(polygon: Any, image: Record) -> bool:
+    """Whether x, y, x, y, … encloses something of an image.
+
+    What reaches farther than the image is large is none: drawing it would take for ever.
+    """
+    if not _are_numbers(polygon, 6) or len(polygon) % 2:
+        return False
+    for values, side in ((polygon[::2], image["width"]), (polygon[1::2], image["height"])):
+        if min(values) < -side or max(values) > 2 * side or max(values) <= 0 or min(values) >= side:
+            return False
     across, down = polygon[::2], polygon[1::2]
     following = zip([*across[1:], across[0]], [*down[1:], down[0]], strict=True)
     corners = zip(across, down, following, strict=True)
-    return abs(sum(x * next_y - next_x * y for x, y, (next_x, next_y) in corners)) / 2
+    twice: float = sum(x * next_y - next_x * y for x, y, (next_x, next_y) in corners)
+    return twice != 0
+
+
+def _are_numbers(values: Any, least: int) -> bool:
+    return (
+        isinstance(values, list)
+        and len(values) >= least
+        and all(type(value) in (int, float) and abs(value) < LARGEST for value in values)
+    )
+
+
+def _is_whole(value: Any) -> bool:
+    return _are_numbers([value], 1) and value == int(value)

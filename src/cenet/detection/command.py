@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> None:
             description="Object detection and instance segmentation with CE.",
         )
     except (ValueError, OSError) as error:
-        raise SystemExit(str(error)) from error
+        raise SystemExit(str(error) if is_first() else 1) from error
 
 
 def parse(arguments: list[str]) -> DetectionJob:
@@ -70,12 +70,12 @@ def evaluate(run: Run, data: Path | None = None, device: Device = "auto") -> Non
 
 
 def show(run: Run, data: Path | None = None, device: Device = "auto", images: int = 8) -> None:
-    """Write a page of a run: curves, average precision, predictions beside the truth.
+    """Write a page of a run: average precision, curves, predictions beside the truth.
 
     Args:
         run: its folder.
         data: folder of the images, as for `cenet detect train`.
         device: where to run.
-        images: how many to draw.
+        images: how many to draw; 0 leaves them out, and needs no data.
     """
     print(f"wrote {show_run(run, data, device, images=images)}")

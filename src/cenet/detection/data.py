@@ -1,21 +1,26 @@
 """Images with boxes and masks: folders as COCO has them, or shapes that are drawn."""
 
 import json
-from collections import Counter
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from cenet.detection.annotations import Record, clean
+from cenet.detection.annotations import Faults, Record, clean
 from cenet.detection.recipes import DetectionRecipe
 from cenet.detection.shapes import draw_shapes
+from cenet.train.data import read_image
 from cenet.train.inputs import FILES_MEAN, FILES_STD, Inputs
 
 SHAPES = (400, 100)  # images to train on and to test with
+SHOWN = 3  # of a fault, by name
+MOST_ELONGATED = 20  # else nothing would be left of the shorter side
+# the end of a whole file: of a JPEG, of a PNG
+ENDINGS = (b"\xff\xd9", b"IEND\xaeB`\x82")
 
 
 class Scenes(NamedTuple):
@@ -29,28 +34,34 @@ class Scenes(NamedTuple):
     labels: dict[int, int]  # from ids of categories, which may have gaps; 0 is the background
     root: Path | None  # of the files, or
     pixels: list[Tensor] | None  # (3, H, W) in uint8
-    faults: Counter[str]
+    faults: Faults
 
     def read(self, index: int) -> Tensor:
         """An image, (3, H, W) in uint8."""
         if self.pixels is not None:
             return self.pixels[index]
         assert self.root is not None
-        path = self.root / self.images[index]["file_name"]
-        try:
-            with Image.open(path) as image:
-                pixels: Tensor = pil_to_tensor(image.convert("RGB"))
-                return pixels
-        except (OSError, UnidentifiedImageError) as error:
-            raise ValueError(f"{path} cannot be read: {error}") from error
+        pixels: Tensor = pil_to_tensor(read_image(self.root / self.images[index]["file_name"]))
+        return pixels
+
+    def digest(self) -> str:
+        """The same for the same images and objects, wherever the files are."""
+        found = blake2b(digest_size=16)
+        for record in (*self.images, *self.coco["annotations"]):
+            text = [value for key, value in record.items() if key != "segmentation"]
+            found.update(repr(text).encode())
+        return found.hexdigest()
 
     def report(self) -> str:
         """What there is, and what was left out."""
         count = sum(map(len, self.objects))
         empty = sum(not objects for objects in self.objects)
         text = f"{self.name}: {len(self.images)} images ({empty} empty), {count} objects"
-        left = "; ".join(f"{number} {fault}" for fault, number in sorted(self.faults.items()))
-        return f"{text}; left out: {left}" if left else text
+        left = [
+            f"{fault}: {len(names)} ({', '.join(names[:SHOWN])}{', …' * (len(names) > SHOWN)})"
+            for fault, names in sorted(self.faults.items())
+        ]
+        return "\n  left out: ".join([text, *left])
 
 
 class SceneSplit(NamedTuple):
@@ -71,22 +82,24 @@ def load(recipe: DetectionRecipe, folder: Path | None) -> SceneSplit:
         ValueError: the folder is missing or not laid out as COCO, nothing in it is usable, or train
             and test have different categories.
     """
+    masks = recipe.detector == "mask_rcnn"
     if recipe.dataset == "shapes":
         if folder is not None:
             raise ValueError(f"shapes are drawn, and not read from --data {folder}; leave it away")
         drawn = [draw_shapes(count, seed) for seed, count in enumerate(SHAPES)]
         parts = [
-            scenes(name, coco, pixels=pixels)
+            scenes(name, coco, pixels=pixels, masks=masks)
             for name, (pixels, coco) in zip(("train", "test"), drawn, strict=True)
         ]
     else:
-        parts = [_part(*place) for place in _places(folder)]
+        parts = [_part(*place, masks=masks) for place in _places(folder)]
         if len(parts) == 1:
             parts *= 2
     split = SceneSplit(*parts)
     if split.train.labels != split.test.labels or split.train.classes != split.test.classes:
-        differ = sorted({*split.train.classes} ^ {*split.test.classes}) or "their ids"
-        raise ValueError(f"train and test have different categories: {differ}")
+        differ = sorted({*split.train.classes} ^ {*split.test.classes})
+        some = f"{', '.join(differ[:SHOWN])}{', …' * (len(differ) > SHOWN)}" or "their ids"
+        raise ValueError(f"train and test have different categories: {some}")
     return split
 
 
@@ -108,7 +121,7 @@ def _places(folder: Path | None) -> list[tuple[Path, Path]]:
     return places
 
 
-def _part(path: Path, root: Path) -> Scenes:
+def _part(path: Path, root: Path, *, masks: bool) -> Scenes:
     if not root.is_dir():
         raise ValueError(f"{path} is there, but its folder of images {root} is not")
     try:
@@ -116,20 +129,33 @@ def _part(path: Path, root: Path) -> Scenes:
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     try:
-        return scenes(root.name, coco, root=root)
+        return scenes(root.name, coco, root=root, masks=masks)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
 def scenes(
-    name: str, coco: Record, *, root: Path | None = None, pixels: list[Tensor] | None = None
+    name: str,
+    coco: Record,
+    *,
+    root: Path | None = None,
+    pixels: list[Tensor] | None = None,
+    masks: bool = True,
 ) -> Scenes:
     """Images and annotations that can be used, checked before anything is trained.
+
+    Args:
+        name: of the part.
+        coco: its annotations.
+        root, pixels: where the images are, or they themselves.
+        masks: objects need one.
 
     Raises:
         ValueError: these are not COCO annotations, or none of them can be used.
     """
-    coco, faults = clean(coco, lambda record: None if root is None else _fault(root, record))
+    coco, faults = clean(
+        coco, lambda record: None if root is None else _fault(root, record), masks=masks
+    )
     by_image: dict[Any, list[Record]] = {record["id"]: [] for record in coco["images"]}
     for annotation in coco["annotations"]:
         if not annotation["iscrowd"]:  # crowds are for the evaluation, which forgives them
@@ -147,17 +173,28 @@ def scenes(
 
 
 def _fault(root: Path, record: Record) -> str | None:
-    path = root / str(record["file_name"])
+    path = root / record["file_name"]
+    if max(size := (record["width"], record["height"])) > MOST_ELONGATED * min(size):
+        return f"images more than {MOST_ELONGATED} times as long as wide"
     if not path.is_file():
         return "images whose file is missing"
     try:
         with Image.open(path) as image:  # reads the header only
-            size = image.size
-    except (OSError, UnidentifiedImageError):
+            own = image.size
+            if not _has_an_end(path):
+                image.load()
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
         return "images whose file cannot be read"
-    if size != (record["width"], record["height"]):
+    if own != size:
         return "images of another size than the annotations say"
     return None
+
+
+def _has_an_end(path: Path) -> bool:
+    """Whether a file looks whole, told by its last bytes; a few have others behind their end."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 16))
+        return file.read().rstrip(b"\0").endswith(ENDINGS)
 
 
 def outline_mask(segmentation: Any, height: int, width: int, scale: tuple[float, float]) -> Tensor:

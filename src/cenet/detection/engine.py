@@ -89,7 +89,8 @@ class DetectionTrainer(Loop):
         network = build_detector(recipe, inputs, checkpoint).to(processes.device)
         super().__init__(
             recipe, network.to(memory_format=layout), inputs, options, processes,
-            images=len(data.train.images), sums=len(self.parts) + 2,
+            images=len(data.train.images), data=f"{data.train.digest()} {data.test.digest()}",
+            sums=len(self.parts) + 2,
         )  # fmt: skip
         snapshot.seed_everything(seed_of("chance", recipe.seed, processes.rank))
 
@@ -123,10 +124,6 @@ class DetectionTrainer(Loop):
             name.replace("loss", "train", 1): value / sums[-1]
             for name, value in zip(self.parts, sums[1:-1], strict=True)
         }
-
-    def note(self, sums: list[float]) -> str:
-        """See `Loop`."""
-        return f"classes {sums[1] / sums[-1]:.3f}  boxes {sums[2] / sums[-1]:.3f}"
 
     def test(self) -> dict[str, Any]:
         """See `Loop`."""

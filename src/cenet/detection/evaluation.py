@@ -3,6 +3,7 @@
 import io
 from contextlib import redirect_stdout
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy
@@ -116,11 +117,15 @@ def _evaluator() -> tuple[Any, Any]:
         return COCO, partial(COCOeval_faster, print_function=print)
     except ImportError:
         pass
-    try:
-        from pycocotools.coco import COCO
-        from pycocotools.cocoeval import COCOeval
-    except ImportError as error:
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    return COCO, COCOeval
+
+
+def require_evaluation() -> None:
+    """Raise ValueError where pycocotools, which draws masks and measures, is not installed."""
+    if find_spec("pycocotools") is None:
         raise ValueError(
             'detection needs pycocotools; install it with pip install "cenet[detection]"'
-        ) from error
-    return COCO, COCOeval
+        )

@@ -24,7 +24,7 @@ def scaled_size(height: int, width: int, least: int, most: int) -> tuple[int, in
     short, long = min(height, width), max(height, width)
     # in integers: rounding could make the shorter side one pixel less
     new, old = (least, short) if least * long <= most * short else (most, long)
-    return height * new // old, width * new // old
+    return max(1, height * new // old), max(1, width * new // old)
 
 
 def sample(scenes: Scenes, index: int, size: tuple[int, int], *, flip: bool, masks: bool) -> Sample:

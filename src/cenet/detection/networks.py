@@ -12,7 +12,7 @@ from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHe
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
 from torchvision.ops import MultiScaleRoIAlign
 
-from cenet.checkpoints import read_state
+from cenet.checkpoints import load_state_, read_state
 from cenet.detection.settings import Setting, apply_setting_
 from cenet.models import create_model
 
@@ -75,28 +75,54 @@ def _load_classifier_(body: nn.Module, name: str, checkpoint: str | Path) -> Non
     if broken:
         raise ValueError(f"{checkpoint} has values that are not finite: {', '.join(broken)}")
     try:
-        body.load_state_dict(state)
-    except RuntimeError as error:
-        raise ValueError(f"{checkpoint} is not a checkpoint of {name}: {error}") from error
+        load_state_(body, state)
+    except ValueError as error:
+        plain = name.startswith("ce") and not any(".ce." in key for key in state)
+        hint = f"; it has no CE, so use the backbone {name.removeprefix('ce')}" if plain else ""
+        raise ValueError(f"{checkpoint} is not a checkpoint of {name}: {error}{hint}") from error
 
 
 def maskrcnn_ceresnet50_fpn(num_classes: int = COCO_CLASSES, **kwargs: Any) -> MaskRCNN:
-    """Mask R-CNN on CE-ResNet-50; see `detector`."""
+    """Mask R-CNN on CE-ResNet-50, with random weights unless `checkpoint` brings some.
+
+    Args:
+        num_classes: with the background, which is class 0.
+        **kwargs: of `detector` (setting, trainable_layers, checkpoint, ...) and of torchvision's
+            MaskRCNN (min_size, max_size, box_score_thresh, ...).
+    """
     return detector("mask_rcnn", "ceresnet50", num_classes, **kwargs)
 
 
 def maskrcnn_ceresnet101_fpn(num_classes: int = COCO_CLASSES, **kwargs: Any) -> MaskRCNN:
-    """Mask R-CNN on CE-ResNet-101; see `detector`."""
+    """Mask R-CNN on CE-ResNet-101, with random weights unless `checkpoint` brings some.
+
+    Args:
+        num_classes: with the background, which is class 0.
+        **kwargs: of `detector` (setting, trainable_layers, checkpoint, ...) and of torchvision's
+            MaskRCNN (min_size, max_size, box_score_thresh, ...).
+    """
     return detector("mask_rcnn", "ceresnet101", num_classes, **kwargs)
 
 
 def fasterrcnn_ceresnet50_fpn(num_classes: int = COCO_CLASSES, **kwargs: Any) -> FasterRCNN:
-    """Faster R-CNN on CE-ResNet-50; see `detector`."""
+    """Faster R-CNN on CE-ResNet-50, with random weights unless `checkpoint` brings some.
+
+    Args:
+        num_classes: with the background, which is class 0.
+        **kwargs: of `detector` (setting, trainable_layers, checkpoint, ...) and of torchvision's
+            FasterRCNN (min_size, max_size, box_score_thresh, ...).
+    """
     return detector("faster_rcnn", "ceresnet50", num_classes, **kwargs)
 
 
 def fasterrcnn_ceresnet101_fpn(num_classes: int = COCO_CLASSES, **kwargs: Any) -> FasterRCNN:
-    """Faster R-CNN on CE-ResNet-101; see `detector`."""
+    """Faster R-CNN on CE-ResNet-101, with random weights unless `checkpoint` brings some.
+
+    Args:
+        num_classes: with the background, which is class 0.
+        **kwargs: of `detector` (setting, trainable_layers, checkpoint, ...) and of torchvision's
+            FasterRCNN (min_size, max_size, box_score_thresh, ...).
+    """
     return detector("faster_rcnn", "ceresnet101", num_classes, **kwargs)
 
 
@@ -112,7 +138,10 @@ def detector(
     backbone_args: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """A detector of torchvision.
+    """A detector of torchvision, with random weights unless `checkpoint` brings some.
+
+    The settings frozen and synchronized keep parts of the backbone as they are, so they are for
+    trained ones.
 
     Args:
         kind: mask_rcnn or faster_rcnn.

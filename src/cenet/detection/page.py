@@ -1,117 +1,242 @@
-"""One self-contained page of a run: curves, average precision, predictions beside the truth."""
+"""The page of a run: average precision, curves, predictions beside the truth, how it was made."""
 
-import base64
-import io
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from PIL import Image
-from torch import Tensor
-from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
+from cenet.detection.evaluation import KINDS, MEASURES
+from cenet.detection.recipes import DetectionRecipe
+from cenet.report.charts import Series, line_chart
+from cenet.report.parts import Cell, Column, Figure, Page, Panel, Section, Table
+from cenet.report.scales import Axis, around, by_epoch
+from cenet.report.sources import Source, read_training
+from cenet.report.tables import differing
+from cenet.report.words import count, show
+from cenet.train.weights import WEIGHTS
 
-from cenet.detection.annotations import Record
-from cenet.detection.data import Scenes, outline_mask
-from cenet.train.saving import replace_file
+Row = dict[str, Any]
 
-LEAST = 256  # pixels of the shorter side of what is drawn
-CERTAIN = 0.5  # predictions with less are not drawn
-COLOURS = ("#e4572e", "#17bebb", "#ffc914", "#76b041", "#9b5de5", "#2e86ab", "#f15bb5", "#8d99ae")
-WIDTH, HEIGHT = 640, 200  # of a curve
-TEMPLATE = "page.html.j2"
-
-
-class Drawing(NamedTuple):
-    """An image twice, as data URLs."""
-
-    name: str
-    truth: str
-    found: str
-
-
-class Curve(NamedTuple):
-    """A line of a chart."""
-
-    name: str
-    colour: str
-    points: str
-    last: float
+DETECTORS = {"mask_rcnn": "Mask R-CNN", "faster_rcnn": "Faster R-CNN"}
+# parts of the loss, by their names in metrics
+PARTS = {
+    "train_classifier": "classes",
+    "train_box_reg": "boxes",
+    "train_mask": "masks",
+    "train_objectness": "objectness",
+    "train_rpn_box_reg": "proposals",
+}
+PLURALS = {"box": "boxes", "mask": "masks"}
+NAMES = dict(zip(MEASURES, ("AP", "AP50", "AP75"), strict=True))
+ROW = {"epoch": int, "updates": int} | {
+    f"{name}?": float
+    for name in ("train_loss", *PARTS, *(f"{kind}_{m}" for kind in KINDS for m in MEASURES))
+}
+MEANING = (
+    "AP is the mean over overlaps from 0.50 to 0.95 and over classes, as COCO defines it; AP50 and "
+    "AP75 ask for an overlap of 0.50 and of 0.75."
+)
 
 
-def draw(scenes: Scenes, index: int, found: list[Record]) -> Drawing:
-    """An image with what is on it, and with what was found on it."""
-    image, record = scenes.read(index), scenes.images[index]
-    own = [each for each in found if each["image_id"] == record["id"] and each["score"] >= CERTAIN]
-    return Drawing(
-        str(record["file_name"]),
-        _url(_drawn(image, scenes.objects[index], scenes)),
-        _url(_drawn(image, own, scenes)),
+def read_source(run: Path) -> Source:
+    """What a run of `cenet detect train` has written; ValueError if it has no epoch yet."""
+    source = read_training(run, run.resolve().name, ROW, f"`{DetectionRecipe.command}`")
+    if not source.metrics:
+        raise ValueError(f"{run} has no epoch yet that a page could show")
+    return source
+
+
+def build_page(
+    source: Source, recipe: DetectionRecipe, predictions: Section | None, weights: str
+) -> Page:
+    """Everything that can be said about a run.
+
+    Args:
+        source: what it has written.
+        recipe: what it trains.
+        predictions: what its network finds, drawn.
+        weights: the file of that network.
+    """
+    measured = next((row for row in reversed(source.metrics) if _kinds(row)), None)
+    figures = (_losses(source.metrics), _precision(source.metrics))
+    sections = [
+        _headline(measured),
+        Section("training", "Training", tuple(figure for figure in figures if figure)),
+        *([predictions] if predictions else []),
+        differing([source], "recipe"),
+        differing([source], "environment"),
+    ]
+    newer = _newer(weights, measured) if predictions else None
+    return Page(
+        source.name,
+        (source.name,),
+        (_lead(recipe, source.metrics[-1]["epoch"], measured),),
+        (),
+        tuple(section for section in sections if section),
+        notes=(newer,) if newer else (),
+        kind="cenet detect",
     )
 
 
-def _drawn(image: Tensor, objects: list[Record], scenes: Scenes) -> Tensor:
-    factor = max(1, LEAST // min(image.shape[1:]))
-    image = image.repeat_interleave(factor, 1).repeat_interleave(factor, 2)
-    if not objects:
-        return image
-    height, width = image.shape[1:]
-    labels = [scenes.labels[record["category_id"]] for record in objects]
-    colours: Any = [COLOURS[label % len(COLOURS)] for label in labels]
-    boxes = factor * torch.tensor([record["bbox"] for record in objects])
-    boxes = torch.cat([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], 1)
-    outlines = [record.get("segmentation") for record in objects]
-    if all(outlines):
-        scale = (float(factor), float(factor))
-        masks = torch.stack([outline_mask(each, height, width, scale) for each in outlines])
-        image = draw_segmentation_masks(image, masks.bool(), alpha=0.45, colors=colours)
-    names = [
-        scenes.classes[label - 1] + (f" {record['score']:.2f}" if "score" in record else "")
-        for label, record in zip(labels, objects, strict=True)
+def _kinds(row: Row) -> list[str]:
+    """What was measured after an epoch: box, mask."""
+    return [kind for kind in KINDS if row.get(f"{kind}_ap") is not None]
+
+
+def _lead(recipe: DetectionRecipe, epochs: int, measured: Row | None) -> str:
+    trained = count(recipe.epochs, "epoch")
+    if epochs < recipe.epochs:
+        trained = f"{epochs} of {trained}"
+    said = "no epoch was tested yet"
+    if measured is not None:
+        said = ", ".join(f"{kind} AP {measured[f'{kind}_ap']:.3f}" for kind in _kinds(measured))
+    return (
+        f"{DETECTORS[recipe.detector]} on {recipe.backbone}, setting {recipe.setting}, {trained} "
+        f"on {recipe.dataset}: {said}"
+    )
+
+
+def _newer(weights: str, measured: Row | None) -> str | None:
+    """That the network drawn is not the one measured."""
+    if weights == WEIGHTS or measured is None:
+        return None
+    updates = int(Path(weights).stem.rpartition("-")[2]) - measured["updates"]
+    if updates == 0:
+        return None
+    word = "after" if updates > 0 else "before"
+    return (
+        f"The predictions are of {weights}, {count(abs(updates), 'update')} {word} the end of "
+        f"epoch {measured['epoch']}, the last that was tested: the average precision is of other "
+        "weights."
+    )
+
+
+def _headline(measured: Row | None) -> Section:
+    if measured is None:
+        return Section("precision", "Average precision")
+    columns = (Column(""), *(Column(name, "number") for name in NAMES.values()))
+    rows = tuple(
+        (PLURALS[kind], *(_three(measured.get(f"{kind}_{measure}")) for measure in MEASURES))
+        for kind in _kinds(measured)
+    )
+    table = Table(columns, rows, "Average precision", foldable=False)
+    words = f"After epoch {measured['epoch']}, on all test images. {MEANING}"
+    return Section("precision", "Average precision", tables=(table,), words=words)
+
+
+def _three(value: float | None) -> str | None:
+    return None if value is None else f"{value:.3f}"
+
+
+def _chart(title: str, rows: Sequence[Row], lines: dict[str, str], x: Axis, y: Axis) -> str:
+    """Curves of some columns of metrics, by the names of the columns."""
+    series = []
+    for number, name in enumerate(lines):
+        known = [(row["epoch"], row[name]) for row in rows if row.get(name) is not None]
+        if known:
+            series.append(Series(number, *zip(*known, strict=True)))
+    label = f"{title} by epoch; the numbers are in the table below"
+    return line_chart(label, series, list(lines.values()), x, y, marks=True)
+
+
+def _known(rows: Sequence[Row], names: Sequence[str]) -> dict[str, list[float]]:
+    found = {name: [row[name] for row in rows if row.get(name) is not None] for name in names}
+    return {name: values for name, values in found.items() if values}
+
+
+def _losses(rows: Sequence[Row]) -> Figure | None:
+    """The training loss and its parts, in two panels with scales of their own."""
+    whole, parts = _known(rows, ["train_loss"]), _known(rows, list(PARTS))
+    x = by_epoch([row["epoch"] for row in rows])
+    panels = []
+    for title, known in (("all parts together", whole), ("parts", parts)):
+        if known:
+            values = [value for line in known.values() for value in line]
+            lines = {name: PARTS.get(name, "loss") for name in known}
+            y = around("loss", values, zero=True)
+            panels.append(Panel(title, _chart(f"Training loss, {title},", rows, lines, x, y)))
+    if not panels:
+        return None
+    shown = {**dict.fromkeys(whole, "all"), **{name: PARTS[name] for name in parts}}
+    columns = (Column("epoch", "number"), *(Column(name, "number") for name in shown.values()))
+    cells: list[tuple[Cell, ...]] = [
+        (row["epoch"], *(row.get(name) for name in shown)) for row in rows
     ]
-    drawn: Tensor = draw_bounding_boxes(image, boxes, names, colours, width=2)
-    return drawn
-
-
-def _url(image: Tensor) -> str:
-    file = io.BytesIO()
-    Image.fromarray(image.permute(1, 2, 0).numpy()).save(file, "PNG")
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-
-
-def curves(rows: list[dict[str, Any]], names: list[str]) -> list[Curve]:
-    """Polylines over epochs, all on the scale from 0 to their largest value."""
-    values = {name: [(row["epoch"], row[name]) for row in rows if row.get(name) is not None]
-              for name in names}  # fmt: skip
-    values = {name: line for name, line in values.items() if line}
-    largest = max((value for line in values.values() for _, value in line), default=0.0) or 1.0
-    epochs = max((row["epoch"] for row in rows), default=1)
-    found = []
-    for place, (name, line) in enumerate(values.items()):
-        points = " ".join(
-            f"{WIDTH * epoch / epochs:.1f},{HEIGHT * (1 - value / largest):.1f}"
-            for epoch, value in line
-        )
-        found.append(Curve(name, COLOURS[place % len(COLOURS)], points, line[-1][1]))
-    return found
-
-
-def write_page(path: Path, title: str, rows: list[dict[str, Any]], drawings: list[Drawing]) -> Path:
-    """Write the page, and return its path."""
-    from jinja2 import Environment, PackageLoader
-
-    if not rows:
-        raise ValueError(f"{path.parent} has no epoch yet that a page could show")
-    measures = [name for name in rows[0] if "_ap" in name]
-    charts = {
-        "training loss": curves(rows, [name for name in rows[0] if name.startswith("train_")]),
-        "average precision": curves(rows, measures),
-    }
-    last = {name: next((row[name] for row in reversed(rows) if row[name] is not None), None)
-            for name in measures}  # fmt: skip
-    page = Environment(loader=PackageLoader("cenet.detection", ""), autoescape=True)
-    text = page.get_template(TEMPLATE).render(
-        title=title, rows=rows, last=last, charts=charts, drawings=drawings,
-        width=WIDTH, height=HEIGHT, certain=CERTAIN,
+    return Figure(
+        "losses", "Training loss by epoch", _loss_words(whole, parts), tuple(panels),
+        Table(columns, tuple(cells)), columns=len(panels),
     )  # fmt: skip
-    replace_file(path, text.encode())
-    return path
+
+
+def _loss_words(whole: dict[str, list[float]], parts: dict[str, list[float]]) -> str:
+    said = []
+    if whole:
+        said.append(f"All parts together {_course(whole['train_loss'])}.")
+    if parts:
+        last = {PARTS[name]: values[-1] for name, values in parts.items()}
+        largest = max(last, key=lambda name: last[name])
+        said.append(f"The largest part at the end is {largest}, {show(last[largest], brief=True)}.")
+    return " ".join([*said, WHOSE])
+
+
+WHOSE = (
+    "Classes, boxes and masks are losses of the heads, objectness and proposals those of the "
+    "proposal network. Each panel has its own scale."
+)
+
+
+def _course(values: Sequence[float]) -> str:
+    """Where a curve came from and went to."""
+    first, last = show(values[0], brief=True), show(values[-1], brief=True)
+    if len(values) == 1:
+        return f"came to {last}"
+    word = "fell" if values[-1] < values[0] else "rose" if values[-1] > values[0] else "went"
+    return f"{word} from {first} to {last}"
+
+
+def _precision(rows: Sequence[Row]) -> Figure | None:
+    """Average precision by epoch, a panel for boxes and one for masks."""
+    kinds = [kind for kind in KINDS if _known(rows, [f"{kind}_ap"])]
+    if not kinds:
+        return None
+    x, y = by_epoch([row["epoch"] for row in rows]), Axis("average precision", 0, 1)
+    panels = tuple(
+        Panel(
+            PLURALS[kind],
+            _chart(
+                f"Average precision of {PLURALS[kind]}", rows,
+                {f"{kind}_{measure}": name for measure, name in NAMES.items()}, x, y,
+            ),
+        )
+        for kind in kinds
+    )  # fmt: skip
+    columns = [Column("epoch", "number")]
+    columns += [
+        Column(f"{PLURALS[kind]}, {name}", "number") for kind in kinds for name in NAMES.values()
+    ]
+    names = [f"{kind}_{measure}" for kind in kinds for measure in MEASURES]
+    tested = [row for row in rows if _kinds(row)]
+    exact = tuple((row["epoch"], *(row.get(name) for name in names)) for row in tested)
+    shown = tuple((row["epoch"], *(_three(row.get(name)) for name in names)) for row in tested)
+    return Figure(
+        "precision", "Average precision by epoch", _precision_words(tested, kinds), panels,
+        Table(tuple(columns), shown), Table(tuple(columns), exact), columns=len(panels),
+    )  # fmt: skip
+
+
+def _precision_words(tested: Sequence[Row], kinds: Sequence[str]) -> str:
+    """Where AP was highest, and whether that was at the end."""
+    last = tested[-1]
+    said = []
+    for kind in kinds:
+        name = f"{kind}_ap"
+        known = [row for row in tested if row.get(name) is not None]
+        best = max(known, key=lambda row: row[name])
+        words = f"AP of {PLURALS[kind]} is {known[-1][name]:.3f} after epoch {last['epoch']}"
+        if len(known) > 1:
+            words += (
+                ", the highest so far"
+                if best is known[-1]
+                else f"; it was highest after epoch {best['epoch']}, {best[name]:.3f}"
+            )
+        said.append(f"{words}.")
+    return " ".join(said)

@@ -1,5 +1,7 @@
 """A detection recipe from beginning to end, and what its network finds afterwards."""
 
+import csv
+import io
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -8,18 +10,23 @@ from torch import nn
 
 import cenet.train.processes as processes
 import cenet.train.saving as saving
-import cenet.train.snapshot as snapshot
-from cenet.detection.data import SceneSplit, load
+from cenet.checkpoints import load_state_
+from cenet.detection.data import SHOWN, Scenes, SceneSplit, load
 from cenet.detection.engine import DetectionOptions, DetectionTrainer, build_detector
-from cenet.detection.evaluation import Scores, evaluate, predict
-from cenet.detection.page import Drawing, draw, write_page
+from cenet.detection.evaluation import Scores, evaluate, predict, require_evaluation
+from cenet.detection.page import build_page, read_source
+from cenet.detection.predictions import choose, predictions_section
 from cenet.detection.recipes import DetectionRecipe
-from cenet.train.logbook import METRICS, read_metrics, read_run
+from cenet.detection.settings import STAGES
+from cenet.report.shell import save_page
+from cenet.train.logbook import read_run
 from cenet.train.loop import Loop
 from cenet.train.run import Device, carry_out
+from cenet.train.saving import replace_file
 from cenet.train.weights import read_weights
 
 PAGE = "detection.html"
+LEFT_OUT = "left_out.csv"
 
 
 @dataclass(frozen=True)
@@ -50,34 +57,57 @@ def train(job: DetectionJob) -> dict[str, Any]:
         ValueError: the data, the checkpoint or the device are not what the job needs.
         Interrupted, NonFiniteLoss: see `Loop.run`.
     """
+    require_evaluation()
     untrained = job.checkpoint is None and not saving.checkpoints(job.options.out)
-    if job.recipe.setting != "scratch" and untrained:
+    setting, layers = job.recipe.setting, job.recipe.trainable_layers
+    if untrained and (setting != "scratch" or layers < len(STAGES)):
         raise ValueError(
-            f"setting={job.recipe.setting} keeps parts of the backbone as they are, and they are "
-            "untrained; pass a classifier's weights by --checkpoint FILE, or train everything by "
-            "--setting scratch --trainable-layers 5"
+            f"setting={setting} and trainable_layers={layers} keep parts of the backbone as they "
+            "are, and they are untrained; pass a classifier's weights by --checkpoint FILE, or "
+            f"train everything by --setting scratch --trainable-layers {len(STAGES)}"
         )
 
     def build(own: processes.Processes) -> Loop:
         data = load(job.recipe, job.data)
         if own.is_first:
-            reports = dict.fromkeys(part.report() for part in data)  # they may be the same
-            print(*reports, sep="\n", flush=True)
+            parts = {part.name: part for part in data}  # they may be the same
+            print(*(part.report() for part in parts.values()), sep="\n", flush=True)
+            _write_left_out(job.options.out / LEFT_OUT, parts)
         return DetectionTrainer(job.recipe, data, job.options, own, job.checkpoint)
 
     return carry_out(build, job.options, job.device)
 
 
-def load_detector(run: Path) -> nn.Module:
+def _write_left_out(path: Path, parts: dict[str, Scenes]) -> None:
+    rows = [
+        (name, fault, one)
+        for name, part in parts.items()
+        for fault, names in part.faults.items()
+        for one in names
+    ]
+    if rows:
+        table = io.StringIO()
+        csv.writer(table, lineterminator="\n").writerows([("part", "fault", "which"), *rows])
+        replace_file(path, table.getvalue().encode())
+
+
+def load_detector(run: Path | str) -> nn.Module:
     """The network of a run of `cenet detect train`, in evaluation mode on the CPU."""
+    return _load(Path(run))[0]
+
+
+def _load(run: Path) -> tuple[nn.Module, str]:
+    """The network of a run, and the name of the file of its weights."""
     recipe, inputs = read_run(run, DetectionRecipe)
     network = build_detector(recipe, inputs)
-    snapshot.load_module_(network, read_weights(run)[0])
-    return network.eval()
+    weights, name = read_weights(run)
+    load_state_(network, weights)
+    return network.eval(), name
 
 
 def evaluate_run(run: Path, data: Path | None = None, device: Device = "auto") -> Scores:
     """Average precision of a run: of its final weights, or of its newest checkpoint."""
+    require_evaluation()
     own = processes.start(device)
     try:
         network = load_detector(run).to(own.device)
@@ -89,20 +119,39 @@ def evaluate_run(run: Path, data: Path | None = None, device: Device = "auto") -
 def show_run(
     run: Path, data: Path | None = None, device: Device = "auto", *, images: int = 8
 ) -> Path:
-    """Write a page of a run: curves, average precision, and what is found on some test images."""
-    own = processes.start(device)
-    network = load_detector(run).to(own.device)
-    scenes = _data_of(run, data).test
-    indices = list(range(min(images, len(scenes.images))))
-    found = predict(network, scenes, indices, device=own.device, workers=0)
-    drawings: list[Drawing] = [draw(scenes, index, found) for index in indices]
-    return write_page(run / PAGE, run.name, read_metrics(run / METRICS), drawings)
+    """Write a page of a run: average precision, curves, and what is found on some test images.
+
+    Args:
+        run: its folder.
+        data: folder of the images; not needed if none is drawn.
+        device: where to run.
+        images: how many to draw.
+
+    Raises:
+        ValueError: `images` is negative, the run has no epoch yet, or the data are not its own.
+    """
+    if images < 0:
+        raise ValueError(f"images={images} must be at least 0")
+    recipe, _ = read_run(run, DetectionRecipe)
+    source = read_source(run)
+    predictions, weights = None, ""
+    if images:
+        require_evaluation()
+        own = processes.start(device)
+        scenes = _data_of(run, data).test
+        network, weights = _load(run)
+        indices = choose(scenes, images)
+        found = predict(network.to(own.device), scenes, indices, device=own.device, workers=0)
+        masks = recipe.detector == "mask_rcnn"
+        predictions = predictions_section(scenes, indices, found, masks=masks, weights=weights)
+    return save_page(build_page(source, recipe, predictions, weights), run / PAGE)
 
 
 def _data_of(run: Path, data: Path | None) -> SceneSplit:
     recipe, inputs = read_run(run, DetectionRecipe)
     split = load(recipe, data)
     if split.test.classes != inputs.classes:
-        differ = sorted({*split.test.classes} ^ {*inputs.classes})
-        raise ValueError(f"{run} was trained on other classes than {data} has: {differ}")
+        differ = sorted({*split.test.classes} ^ {*inputs.classes}) or ["in another order"]
+        some = f"{', '.join(differ[:SHOWN])}{', …' * (len(differ) > SHOWN)}"
+        raise ValueError(f"{run} was trained on other classes than {data} has: {some}")
     return split

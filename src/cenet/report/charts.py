@@ -1,7 +1,4 @@
-"""Drawings in SVG: lines, ranges and maps. Colours come from the style of the page.
-
-Text reaches a drawing only through ElementTree, which escapes it.
-"""
+"""Drawings in SVG: lines, ranges and maps. Colours come from the style of the page."""
 
 import re
 from collections.abc import Sequence
@@ -10,6 +7,7 @@ from xml.etree import ElementTree as Tree
 
 from cenet.report.colours import LIGHT, picture
 from cenet.report.scales import Axis
+from cenet.report.svg import as_text, drawing, put_picture, put_text
 from cenet.report.words import brief, short
 
 WIDTH, PLOT = 440, 190  # units; about pixels
@@ -18,6 +16,7 @@ LINE = 18  # height of a line of text
 LETTER = 8.2  # width of a letter, at most
 MANY = 60  # points; with more, only some carry a mark
 MAP = 200
+PIXELS = "image-rendering:pixelated"
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "", "7 3", "2 3", "9 3 2 3")
 # in a box of -1 to 1
 MARKS = (
@@ -39,6 +38,7 @@ STYLE = (
 .drawing .curve{stroke:currentColor;stroke-width:1.8;stroke-linejoin:round;fill:none}
 .drawing .band{fill:currentColor;opacity:.16}
 .drawing .mark{fill:currentColor}
+.drawing .tag{fill:#10141a;font:600 21px system-ui,sans-serif}
 """
     + "".join(f".drawing .run{i}{{color:var(--run{i})}}\n" for i in range(8))
 )  # fmt: skip
@@ -113,7 +113,7 @@ def line_chart(
         step = 1 if marks and len(points) <= MANY else max(1, len(points) // 6)
         for index in range((item.run * step) // 4 if step > 1 else 0, len(points), step):
             frame.mark(group, item, index)
-    return _text(root)
+    return as_text(root)
 
 
 def range_chart(label: str, series: Sequence[Series], runs: Sequence[str], x: Axis, y: Axis) -> str:
@@ -129,19 +129,19 @@ def range_chart(label: str, series: Sequence[Series], runs: Sequence[str], x: Ax
                 ends = frame.path([(at, low), (at, high)])
                 Tree.SubElement(group, "path", {"class": "curve", "d": ends})
             frame.mark(group, item, index)
-    return _text(root)
+    return as_text(root)
 
 
 def heat_map(label: str, values: Sequence[Sequence[float | None]], low: float, high: float) -> str:
     """A map of colours, and under it the scale."""
     height = MAP * len(values) / len(values[0])
-    root = _root(label, MAP, height + 38)
-    _picture(root, picture(values, low, high), (0, 0, MAP, height))
+    root = drawing(label, MAP, height + 38)
+    put_picture(root, picture(values, low, high), (0, 0, MAP, height), PIXELS)
     scale = picture([[step / 99 for step in range(100)]], 0.0, 1.0)
-    _picture(root, scale, (0, height + 8, MAP, 8))
+    put_picture(root, scale, (0, height + 8, MAP, 8), PIXELS)
     for x, anchor, value in ((0, "start", low), (MAP, "end", high)):
-        _write(root, x, height + 32, brief(value), anchor)
-    return _text(root)
+        put_text(root, x, height + 32, brief(value), anchor)
+    return as_text(root)
 
 
 def standalone(svg: str) -> str:
@@ -199,7 +199,7 @@ class _Frame:
             line = f"M{across:g} {self.top:g}v{PLOT}"
             share = self.x.place(rule.x)
             anchor = "start" if share < 0.4 else "end" if share > 0.6 else "middle"
-            _write(self.root, across, self.top - 12, rule.text, anchor)
+            put_text(self.root, across, self.top - 12, rule.text, anchor)
         Tree.SubElement(self.root, "path", {"class": "rule", "d": line})
 
 
@@ -210,21 +210,21 @@ def _frame(
     names = [(item.run, runs[item.run]) for item in series]
     rows = _legend_rows(names) if len(runs) > 1 else []
     top = LINE * len(rows) + (34 if rows else 26)
-    root = _root(label, WIDTH, top + PLOT + BOTTOM)
+    root = drawing(label, WIDTH, top + PLOT + BOTTOM)
     frame = _Frame(root, top, x, y)
     for line, row in enumerate(rows):
         for left, run, name in row:
             _legend(root, left, LINE * line + 9, run, name)
-    _write(root, 4, top - 12, y.title)
+    put_text(root, 4, top - 12, y.title)
     for value in y.ticks():
         _, down = frame.point(x.low, value)
         Tree.SubElement(root, "path", {"class": "grid", "d": f"M{LEFT} {down:g}H{WIDTH - RIGHT}"})
-        _write(root, LEFT - 7, down + 4, y.text(value), "end")
+        put_text(root, LEFT - 7, down + 4, y.text(value), "end")
     for value in x.ticks(8 if x.whole else 6):
         across, _ = frame.point(value, y.low)
         Tree.SubElement(root, "path", {"class": "grid", "d": f"M{across:g} {top + PLOT:g}v4"})
-        _write(root, across, top + PLOT + 18, x.text(value), "middle")
-    _write(root, (LEFT + WIDTH - RIGHT) / 2, top + PLOT + 38, x.title, "middle")
+        put_text(root, across, top + PLOT + 18, x.text(value), "middle")
+    put_text(root, (LEFT + WIDTH - RIGHT) / 2, top + PLOT + 38, x.title, "middle")
     return root, frame
 
 
@@ -251,34 +251,4 @@ def _legend(root: Tree.Element, left: float, middle: float, run: int, name: str)
     Tree.SubElement(group, "path", line)
     place = f"translate({left + 12:g} {middle:g}) scale(3.2)"
     Tree.SubElement(group, "path", {"class": "mark", "d": MARKS[run], "transform": place})
-    _write(root, left + 29, middle + 4, name, of="name")
-
-
-def _root(label: str, width: float, height: float) -> Tree.Element:
-    return Tree.Element(
-        "svg",
-        {
-            "xmlns": "http://www.w3.org/2000/svg",
-            "viewBox": f"0 0 {width:g} {height:g}",
-            "class": "drawing",
-            "role": "img",
-            "aria-label": label,
-        },
-    )
-
-
-def _picture(root: Tree.Element, uri: str, box: tuple[float, float, float, float]) -> None:
-    place = dict(zip(("x", "y", "width", "height"), (f"{value:g}" for value in box), strict=True))
-    look = {"preserveAspectRatio": "none", "style": "image-rendering:pixelated"}
-    Tree.SubElement(root, "image", {"href": uri, **place, **look})
-
-
-def _write(
-    root: Tree.Element, x: float, y: float, text: str, anchor: str = "start", of: str = ""
-) -> None:
-    place = {"x": f"{x:g}", "y": f"{y:g}", "text-anchor": anchor}
-    Tree.SubElement(root, "text", place | ({"class": of} if of else {})).text = text
-
-
-def _text(root: Tree.Element) -> str:
-    return Tree.tostring(root, encoding="unicode")
+    put_text(root, left + 29, middle + 4, name, of="name")

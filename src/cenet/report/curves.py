@@ -5,7 +5,7 @@ from statistics import fmean
 
 from cenet.report.charts import Series, line_chart
 from cenet.report.parts import Cell, Column, Figure, Kind, Panel, Table
-from cenet.report.scales import Axis, around
+from cenet.report.scales import Axis, around, by_epoch
 from cenet.report.sources import Source
 from cenet.report.words import compare
 
@@ -30,9 +30,7 @@ def _figure(
     values = [row[name] for row in rows for name in names if row.get(name) is not None]
     if not values:
         return None
-    epochs = [row["epoch"] for row in rows]
-    low, high = min(epochs), max(epochs)
-    x = Axis("epoch", low, high if high > low else low + 1, whole=True)
+    x = by_epoch([row["epoch"] for row in rows])
     y = around("top-1 accuracy" if kind == "percent" else "loss", values, kind)
     panels = []
     for (panel, _), name in zip(PANELS, names, strict=True):

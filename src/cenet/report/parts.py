@@ -31,12 +31,14 @@ class Table:
         rows: one cell per column; None for what is not known.
         title: what the table holds.
         marked: rows to stand out, by number.
+        foldable: whether a reader can fold it away; a short one that says it all stands open.
     """
 
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
     title: str = ""
     marked: frozenset[int] = frozenset()
+    foldable: bool = True
 
 
 @dataclass(frozen=True)
@@ -132,3 +134,4 @@ class Page:
     sections: tuple[Section, ...]
     lead: tuple[str, ...] = ()  # paragraphs under the title
     notes: tuple[str, ...] = ()  # what to know before any number
+    kind: str = "cenet report"

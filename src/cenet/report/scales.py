@@ -63,6 +63,13 @@ class Axis:
         return show(int(value)) if self.whole else f"{value:.6g}"
 
 
+def by_epoch(epochs: list[int]) -> Axis:
+    """The axis of epochs, from the first to the last; a single one lies in the middle."""
+    low, high = min(epochs), max(epochs)
+    margin = 0.0 if high > low else 0.5
+    return Axis("epoch", low - margin, high + margin, whole=True)
+
+
 def nice_step(least: float) -> float:
     """The smallest of 1, 2, 2.5, 5 times a power of ten that is no smaller than `least`."""
     if least <= 0:

@@ -12,6 +12,7 @@ from cenet.analysis.diagnosis import Diagnosis
 from cenet.report.shape import first_mismatch, first_problem
 from cenet.train.logbook import CHANNELS, METRICS, read_metrics
 
+RUN = "run.json"
 DIAGNOSIS = "diagnosis.json"
 FORMAT = "cenet.diagnosis"
 VERSION = 1
@@ -92,37 +93,57 @@ def _read(path: Path | Diagnosis, name: str) -> Source:
         return Source(name, None, found.get("environment"), (), found)
     if not path.is_dir():
         raise ValueError(f"{path} does not exist; give a folder of `cenet train` or a {DIAGNOSIS}")
-    about, measured = path / "run.json", path / DIAGNOSIS
+    measured = path / DIAGNOSIS
     diagnosis = read_diagnosis(measured) if measured.is_file() else None
-    if not about.is_file():
+    if not (path / RUN).is_file():
         if diagnosis is None:
             raise ValueError(
-                f"{path} holds neither run.json of `cenet train` nor {DIAGNOSIS} of "
+                f"{path} holds neither {RUN} of `cenet train` nor {DIAGNOSIS} of "
                 "`cenet diagnose`; give the folder of a run"
             )
         return Source(name, None, diagnosis.get("environment"), (), diagnosis)
-    run = _json(about, "`cenet train`")
-    wrong = first_problem(run, {"recipe": dict, "environment": dict})
-    if wrong:
-        raise ValueError(f"{about} is not of `cenet train`: {wrong}")
-    metrics = _metrics(path / METRICS)
-    if not metrics and diagnosis is None:
+    trained = read_training(path, name)
+    if not trained.metrics and diagnosis is None:
         raise ValueError(
             f"{path / METRICS} has no row yet, and there is no {DIAGNOSIS}; "
             "wait for the first epoch, or measure with `cenet diagnose`"
         )
-    watched = _watched(path / CHANNELS)
-    return Source(name, run["recipe"], run["environment"], metrics, diagnosis, watched)
+    return replace(trained, diagnosis=diagnosis, watched=_watched(path / CHANNELS))
 
 
-def _metrics(path: Path) -> tuple[dict[str, Any], ...]:
+def read_training(
+    folder: Path, name: str, row: dict[str, Any] = ROW, author: str = "`cenet train`"
+) -> Source:
+    """Recipe, environment and metrics of a run.
+
+    Args:
+        folder: of the run.
+        name: of the source.
+        row: the shape of a row of metrics.
+        author: the command that writes such folders.
+
+    Raises:
+        ValueError: something is damaged, or not of this command.
+    """
+    about = _json(folder / RUN, author)
+    wrong = first_problem(about, {"recipe": dict, "environment": dict, "command?": str})
+    if wrong:
+        raise ValueError(f"{folder / RUN} is not of {author}: {wrong}")
+    made = f"`{about['command']}`" if "command" in about else author
+    if made != author:
+        raise ValueError(f"{folder} is a run of {made}; see {made.replace(' train', ' --help')}")
+    rows = _metrics(folder / METRICS, row, author)
+    return Source(printable(name), about["recipe"], about["environment"], rows)
+
+
+def _metrics(path: Path, shape: dict[str, Any], author: str) -> tuple[dict[str, Any], ...]:
     if not path.is_file():
         return ()
     rows = [_plain(row) for row in read_metrics(path)]
     for number, row in enumerate(rows, start=1):
-        wrong = first_problem(row, ROW)
+        wrong = first_problem(row, shape)
         if wrong:
-            raise ValueError(f"{path}, line {number}, is not a row of `cenet train`: {wrong}")
+            raise ValueError(f"{path}, line {number}, is not a row of {author}: {wrong}")
     return tuple(rows)
 
 

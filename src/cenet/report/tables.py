@@ -6,7 +6,7 @@ from typing import Any
 
 from cenet.report.channels import ablation_area
 from cenet.report.layers import mean_correlation, mean_lambda
-from cenet.report.parts import Cell, Column, Fact, Kind, Picture, Table
+from cenet.report.parts import Cell, Column, Fact, Kind, Picture, Section, Table
 from cenet.report.sources import Source
 from cenet.report.words import MISSING, NARROW, short, show
 
@@ -14,6 +14,8 @@ PICTURES = 8  # of each run
 SMALLEST = 32  # side of an image in which Grad-CAM shows something
 RANDOM = "The weights are random: no checkpoint was given."
 UNNAMED = "No checkpoint was given: unless the network was trained before, its weights are random."
+SKIPPED = "These files could not be read as images and are not in any number above."
+DIFFER = "Rows that differ between runs come first and are marked."
 
 Better = Callable[[list[float]], float]
 
@@ -73,12 +75,12 @@ def inhibited(source: Source) -> float | None:
     return sum(len(layer["asleep"]) for layer in source.layers) / channels if channels else None
 
 
-def differing(sources: Sequence[Source], part: str) -> Table | None:
+def differing(sources: Sequence[Source], part: str) -> Section:
     """Recipe or environment of all runs; rows that differ come first and stand out."""
     found = [getattr(source, part) for source in sources]
     shown = [(run, values) for run, values in enumerate(found) if values]
     if not shown:
-        return None
+        return Section(part, part.capitalize())
     names = list(dict.fromkeys(name for _, values in shown for name in values))
     rows: list[tuple[Cell, ...]] = [
         (name.replace("_", " "), *(_plain(values.get(name)) for _, values in shown))
@@ -88,7 +90,8 @@ def differing(sources: Sequence[Source], part: str) -> Table | None:
     apart = [row for row in rows if len(set(row[1:])) > 1]
     same = [row for row in rows if len(set(row[1:])) == 1]
     columns = [Column(""), *(Column(sources[run].name, "text", run) for run, _ in shown)]
-    return Table(tuple(columns), (*apart, *same), "", frozenset(range(len(apart))))
+    table = Table(tuple(columns), (*apart, *same), "", frozenset(range(len(apart))))
+    return Section(part, part.capitalize(), tables=(table,), words=DIFFER if apart else "")
 
 
 def layer_tables(sources: Sequence[Source]) -> tuple[Table, ...]:
@@ -96,16 +99,17 @@ def layer_tables(sources: Sequence[Source]) -> tuple[Table, ...]:
     return tuple(_layers(source) for source in sources if source.layers)
 
 
-def skipped_table(sources: Sequence[Source]) -> Table | None:
+def skipped(sources: Sequence[Source]) -> Section:
     """Files that could not be read as images."""
     rows = [
         (source.name, item["path"], item["reason"])
         for source in sources
         for item in (source.part("data") or {}).get("skipped") or []
     ]
-    if not rows:
-        return None
-    return Table((Column("run"), Column("file"), Column("reason")), tuple(rows))
+    table = Table((Column("run"), Column("file"), Column("reason")), tuple(rows))
+    return Section(
+        "skipped", "Skipped files", tables=(table,) if rows else (), words=SKIPPED if rows else ""
+    )
 
 
 def pictures(sources: Sequence[Source]) -> tuple[Picture, ...]:

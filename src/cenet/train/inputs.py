@@ -34,8 +34,12 @@ class Inputs(NamedTuple):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Inputs":
-        """Undo `as_dict`."""
-        return cls(*(tuple(values[name]) for name in cls._fields))
+        """Undo `as_dict`; TypeError if the values are of other kinds."""
+        found = cls(*(tuple(values[name]) for name in cls._fields))
+        numbers = all(type(value) is float for value in (*found.mean, *found.std))
+        if not numbers or not all(type(name) is str for name in found.classes):
+            raise TypeError("classes are names, and mean and std are numbers")
+        return found
 
 
 def inputs_of(train: Resident | Files) -> Inputs:

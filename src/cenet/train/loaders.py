@@ -250,11 +250,23 @@ def loaded(
         # else it draws from the global one, and a resumed run would go on differently
         generator=torch.Generator().manual_seed(seed),
     )
+    found = iter(loader)
     try:
-        yield from loader
+        yield from found
     except ValueError as error:  # a worker's comes with its traceback as text
         reason = str(error).strip().splitlines()[-1].removeprefix("ValueError: ")
         raise ValueError(reason) from error
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader worker"):
+            raise
+        raise ValueError(
+            f"a process that reads images has died ({error}); is there enough memory? Use fewer "
+            "by --workers"
+        ) from error
+    finally:
+        # they are deaf to the signal by which Python ends them when it exits
+        if workers:
+            found._shutdown_workers()
 
 
 def _leave_signals_to_the_run(_worker: int) -> None:

@@ -1,14 +1,11 @@
-"""The folder of a run: what it is (run.json), how it went (metrics), and its progress bar."""
+"""The folder of a run: what it is (run.json) and how it went (metrics)."""
 
 import csv
 import io
 import json
-import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cenet.analysis.monitor import FIELDS, Values
 from cenet.train.course import C, Course
@@ -39,8 +36,19 @@ class Logbook:
         """Say what runs; forget what came after so many epochs and updates: it will come again."""
         self.rows = [row for row in self.rows if row["epoch"] <= after]
         self._forget_channels(updates)
-        about = {"recipe": recipe.as_dict(), "inputs": inputs.as_dict(), "environment": facts}
-        replace_file(self.folder / "run.json", (json.dumps(about, indent=2) + "\n").encode())
+        path = self.folder / "run.json"
+        about: dict[str, Any] = {
+            "command": recipe.command,
+            "recipe": recipe.as_dict(),
+            "inputs": inputs.as_dict(),
+            "environment": facts,
+        }
+        if updates:  # the beginning stays on record
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                before = json.loads(path.read_text())
+                about["environment"] = before["environment"]
+                about["resumed"] = [*before.get("resumed", []), facts]
+        replace_file(path, (json.dumps(about, indent=2) + "\n").encode())
         self._write()
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -94,9 +102,13 @@ class Logbook:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Rows of metrics.jsonl; ValueError if it is damaged."""
     try:
-        return [json.loads(line) for line in path.read_text().splitlines()]
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict) or not isinstance(row.get("epoch"), int):
+            raise ValueError(f"{path} cannot be read: line {number} is not the row of an epoch")
+    return rows
 
 
 def read_run(folder: Path, kind: type[C]) -> tuple[C, Inputs]:
@@ -106,26 +118,14 @@ def read_run(folder: Path, kind: type[C]) -> tuple[C, Inputs]:
         raise ValueError(f"{folder} is not a folder of `{kind.command}`: it has no {path.name}")
     try:
         about = json.loads(path.read_text())
+        made = about["command"]
+        if made != kind.command:
+            raise ValueError(
+                f"{folder} is a run of `{made}`, not of `{kind.command}`; see "
+                f"`{str(made).removesuffix(' train')} --help`"
+            )
         return kind.from_dict(about["recipe"]), Inputs.from_dict(about["inputs"])
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    except (KeyError, TypeError) as error:
         raise ValueError(f"{path} is not of this version of `{kind.command}`: {error!r}") from error
-
-
-def say(line: str) -> None:
-    """Print where there is no terminal for a bar."""
-    if not sys.stderr.isatty():
-        print(line, flush=True)
-
-
-def progress_bar(*, shown: bool) -> Progress:
-    """Loss and what else a run tells, images per second and time left, on a terminal."""
-    columns = (
-        TextColumn("epoch {task.fields[epoch]}"),
-        BarColumn(),
-        TextColumn("loss {task.fields[loss]:.4f}  {task.fields[note]}"),
-        TextColumn("{task.fields[speed]:.0f} images/s"),
-        TimeRemainingColumn(),
-    )
-    # in a log file, lines of a bar are noise
-    quiet = not shown or not sys.stderr.isatty()
-    return Progress(*columns, console=Console(stderr=True), disable=quiet)

@@ -6,7 +6,7 @@ detectors.
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +20,15 @@ from torch.optim import Optimizer
 
 import cenet.train.saving as saving
 import cenet.train.snapshot as snapshot
+from cenet.checkpoints import load_state_
 from cenet.environment import environment
 from cenet.train.course import Course
 from cenet.train.diagnosis import NonFiniteLoss, first_non_finite
 from cenet.train.inputs import Inputs
 from cenet.train.interrupts import Interrupts
 from cenet.train.loaders import Shard
-from cenet.train.logbook import Logbook, progress_bar, say
+from cenet.train.logbook import Logbook
+from cenet.train.narrator import Narrator
 from cenet.train.options import RunOptions
 from cenet.train.processes import Processes, any_of, gathered, share_buffers_, total
 from cenet.train.setup import build_optimizer, build_schedule
@@ -73,6 +75,7 @@ class Loop(ABC):
         processes: Processes,
         *,
         images: int,
+        data: str,
         sums: int,
     ) -> None:
         """Build what trains `network`, which is on the device, on so many images.
@@ -81,10 +84,11 @@ class Loop(ABC):
             recipe, network, options, processes: as their names say.
             inputs: what the network takes.
             images: of an epoch.
+            data: a digest of the images, and of what is known about them.
             sums: numbers that a step adds to `position.sums`.
         """
         self.recipe, self.network, self.inputs = recipe, network, inputs
-        self.options, self.processes = options, processes
+        self.options, self.processes, self.digest = options, processes, data
         self.shard = Shard(images, recipe.batch_size, rank=processes.rank, world=processes.world)
         if recipe.accumulate > self.shard.steps:
             raise ValueError(
@@ -101,6 +105,9 @@ class Loop(ABC):
         self.scaler = torch.amp.GradScaler(device.type, enabled=recipe.precision == "float16")
         self.position = Position(torch.zeros(sums, dtype=torch.float64, device=device))
         self.logbook = Logbook(options.out)
+        self.narrator = Narrator(
+            shown=processes.is_first, epochs=recipe.epochs, steps=self.shard.steps
+        )
         self.wrapped: Any = network
         if processes.world > 1:
             ids = [device.index] if device.type == "cuda" else None
@@ -124,9 +131,9 @@ class Loop(ABC):
     def summary(self, sums: list[float]) -> dict[str, float]:
         """The row of an epoch beside its loss, from the sums of all processes."""
 
-    @abstractmethod
     def note(self, sums: list[float]) -> str:
         """What the progress bar says beside the loss."""
+        return ""
 
     @abstractmethod
     def test(self) -> dict[str, float]:
@@ -156,22 +163,9 @@ class Loop(ABC):
                 updates=self.position.updates,
             )  # fmt: skip
             self.watch()
-        with (
-            Interrupts() as interrupts,
-            progress_bar(shown=self.processes.is_first) as progress,
-        ):
-            task = progress.add_task(
-                "training",
-                total=self.recipe.epochs * self.shard.steps,
-                completed=self.position.epoch * self.shard.steps + self.position.step,
-                epoch=self.position.epoch + 1, loss=float("nan"), note="", speed=0.0,
-            )  # fmt: skip
-
-            def tell(**values: Any) -> None:
-                progress.update(task, **values)
-
+        with Interrupts() as interrupts, self.narrator:
             while self.position.epoch < self.recipe.epochs:
-                self.train_epoch(interrupts, tell)
+                self.train_epoch(interrupts)
                 self.end_epoch()
         self.logbook.end()
         if self.processes.is_first:
@@ -179,7 +173,7 @@ class Loop(ABC):
         row: dict[str, Any] = self.logbook.rows[-1] if self.logbook.rows else {}
         return row
 
-    def train_epoch(self, interrupts: Interrupts, tell: Callable[..., None]) -> None:
+    def train_epoch(self, interrupts: Interrupts) -> None:
         """Train the rest of the epoch."""
         position = self.position
         self.network.train()
@@ -202,7 +196,7 @@ class Loop(ABC):
                 self._check(batch)
             self._update()
             if look:
-                self._tell(tell, time.perf_counter() - started)
+                self._tell(time.perf_counter() - started)
             position.seconds = time.perf_counter() - started
             every = self.options.checkpoint_every
             if any_of(interrupts.asked is not None, self.processes):
@@ -214,17 +208,16 @@ class Loop(ABC):
         # until here a GPU may have been behind
         position.seconds = time.perf_counter() - started
 
-    def _tell(self, tell: Callable[..., None], seconds: float) -> None:
+    def _tell(self, seconds: float) -> None:
         position = self.position
         sums = position.sums.tolist()
         images = position.step * self.recipe.batch_size * self.processes.world
-        tell(
-            completed=position.epoch * self.shard.steps + position.step,
-            epoch=position.epoch + 1,
-            loss=sums[0] / sums[-1],
-            note=self.note(sums),
-            speed=images / seconds,
+        parts = (
+            f"loss {sums[0] / sums[-1]:.4f}",
+            self.note(sums),
+            f"{images / seconds:.0f} images/s",
         )
+        self.narrator.step(position.epoch, position.step, ", ".join(filter(None, parts)))
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision of the recipe."""
@@ -279,6 +272,7 @@ class Loop(ABC):
         if self.slow_test:
             self.save()
         share_buffers_(self.evaluated, self.processes)
+        self.narrator.note("testing")
         row: dict[str, Any] = {
             "epoch": position.epoch + 1,
             "updates": position.updates,
@@ -293,7 +287,7 @@ class Loop(ABC):
         position.sums.zero_()
         if self.processes.is_first:
             self.logbook.add(row)
-            say(
+            self.narrator.say(
                 f"epoch {row['epoch']} of {self.recipe.epochs}: loss {row['train_loss']:.4f}, "
                 f"{self.line(row)}, {seconds:.1f} s"
             )
@@ -335,6 +329,7 @@ class Loop(ABC):
             "scaler": self.scaler.state_dict(),
             "chance": [facts for _, facts in chances],
             "inputs": self.inputs.as_dict(),
+            "data": self.digest,
         }
         path = saving.checkpoint_path(self.options.out, self.position.updates)
         saving.write(path, tensors, facts)
@@ -351,9 +346,9 @@ class Loop(ABC):
             return None
         path, tensors, facts, problems = found
         self._check_recipe(path, facts)
-        snapshot.load_module_(self.network, snapshot.under("model", tensors))
+        load_state_(self.network, snapshot.under("model", tensors))
         if self.ema is not None:
-            snapshot.load_module_(self.ema.module, snapshot.under("ema", tensors))
+            load_state_(self.ema.module, snapshot.under("ema", tensors))
         snapshot.load_optimizer_(
             self.optimizer, snapshot.under("optimizer", tensors), facts["optimizer"]
         )
@@ -383,6 +378,8 @@ class Loop(ABC):
         ]
         if facts.get("inputs") != self.inputs.as_dict():
             changed.append("the classes or the pixels of the data differ")
+        elif facts.get("data") != self.digest:
+            changed.append("images or what is known about them differ")
         if changed:
             raise ValueError(
                 f"{path} is a checkpoint of another run: {'; '.join(changed)}; "

@@ -7,14 +7,14 @@ a digest of everything else. Reading never executes code.
 import json
 import os
 from collections.abc import Mapping
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
+
+from cenet.checkpoints import digest
 
 KEPT = 2
 PATTERN = "step-*.safetensors"
@@ -74,16 +74,6 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise DamagedCheckpoint(f"{path} is damaged: its content does not match its digest")
     facts: dict[str, Any] = json.loads(metadata["facts"])
     return tensors, facts
-
-
-def digest(tensors: Mapping[str, Tensor], facts: str) -> str:
-    """A digest of names, types, shapes and bytes."""
-    found = blake2b(facts.encode(), digest_size=32)
-    for name in sorted(tensors):
-        tensor = tensors[name].contiguous()
-        found.update(f"|{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        found.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
 
 
 def checkpoints(folder: Path) -> list[Path]:

@@ -31,22 +31,6 @@ def module_state(module: nn.Module) -> Tensors:
     return dict(module.state_dict())
 
 
-def load_module_(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Load a state dict; ValueError that names what does not fit."""
-    own = module.state_dict()
-    problems = [f"missing {name}" for name in own if name not in tensors]
-    problems += [f"unknown {name}" for name in tensors if name not in own]
-    problems += [
-        f"{name} is {tuple(tensors[name].shape)}, the network has {tuple(own[name].shape)}"
-        for name in own
-        if name in tensors and tensors[name].shape != own[name].shape
-    ]
-    if problems:
-        shown = "; ".join(problems[:5]) + (f"; {len(problems) - 5} more" * (len(problems) > 5))
-        raise ValueError(f"these weights are not of this network: {shown}")
-    module.load_state_dict(dict(tensors))
-
-
 def optimizer_state(optimizer: Optimizer) -> tuple[Tensors, Facts]:
     """Tensors `INDEX.NAME`; everything else is facts."""
     state = optimizer.state_dict()

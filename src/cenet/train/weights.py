@@ -3,11 +3,12 @@
 import json
 from pathlib import Path
 
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import Tensor, nn
 
 import cenet.train.saving as saving
 import cenet.train.snapshot as snapshot
+from cenet.checkpoints import digest, load_state_, read_state
 from cenet.train.course import Course
 from cenet.train.inputs import Inputs
 from cenet.train.logbook import read_run
@@ -24,18 +25,15 @@ def write_weights(path: Path, network: nn.Module, recipe: Course, inputs: Inputs
         for name, value in network.state_dict().items()
     }
     # one entry: several would come in any order, and equal runs write equal files
-    about = {"cenet": json.dumps({"recipe": recipe.as_dict(), "inputs": inputs.as_dict()})}
-    saving.replace_file(path, save(state, about))
+    about = {"recipe": recipe.as_dict(), "inputs": inputs.as_dict(), "digest": digest(state, "")}
+    saving.replace_file(path, save(state, {"cenet": json.dumps(about)}))
 
 
 def read_weights(run: Path) -> tuple[dict[str, Tensor], str]:
     """The final weights of a run, or those of its newest checkpoint, and the name of their file."""
     final = run / WEIGHTS
     if final.is_file():
-        try:
-            return dict(load_file(final)), final.name
-        except Exception as error:  # the reader raises several kinds
-            raise ValueError(f"{final} cannot be read: {error}") from error
+        return read_state(final), final.name
     found = saving.newest(run)
     if found is None:
         raise ValueError(f"{run} has neither {WEIGHTS} nor a checkpoint yet")
@@ -47,5 +45,5 @@ def load_run(run: Path | str) -> nn.Module:
     """The network of a run of `cenet train`, in evaluation mode on the CPU."""
     recipe, inputs = read_run(Path(run), Recipe)
     network = build_network(recipe, inputs)
-    snapshot.load_module_(network, read_weights(Path(run))[0])
+    load_state_(network, read_weights(Path(run))[0])
     return network.eval()

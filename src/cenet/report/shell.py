@@ -1,0 +1,102 @@
+"""A page as HTML, written with its figures as SVG and CSV beside it."""
+
+import csv
+import io
+from base64 import b64encode
+from datetime import datetime, timezone
+from hashlib import sha256
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from cenet import __version__
+from cenet.report.charts import MARKS, STYLE, standalone
+from cenet.report.colours import DARK, LIGHT
+from cenet.report.parts import Cell, Figure, Page, Table
+from cenet.report.words import show
+from cenet.train.saving import replace_file
+
+THEME = """const root = document.documentElement, button = document.getElementById("theme");
+const dark = () => root.dataset.theme ? root.dataset.theme === "dark"
+  : matchMedia("(prefers-color-scheme: dark)").matches;
+const tell = () => button.setAttribute("aria-pressed", dark());
+button.addEventListener("click", () => { root.dataset.theme = dark() ? "light" : "dark"; tell(); });
+button.hidden = false; tell();"""
+FORMULA = ("=", "+", "-", "@")  # what a spreadsheet would run
+
+
+def render(page: Page, files: str) -> str:
+    """The page as HTML.
+
+    Args:
+        page: what it says.
+        files: name of the folder of its figures.
+    """
+    environment = Environment(
+        loader=PackageLoader("cenet.report", "."), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters["show"] = show
+    environment.filters["breakable"] = _breakable
+    digest = b64encode(sha256(THEME.encode()).digest()).decode()
+    return environment.get_template("page.html.jinja").render(
+        page=page,
+        files=files,
+        light=LIGHT,
+        dark=DARK,
+        chart_style=Markup(STYLE),
+        marks=MARKS,
+        script=Markup(THEME),
+        digest=digest,
+        svg=Markup,
+        version=__version__,
+        written=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    )
+
+
+def table_csv(table: Table) -> str:
+    """A table as CSV, with numbers as they are."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([_harmless(column.name) for column in table.columns])
+    writer.writerows([_harmless(cell) for cell in row] for row in table.rows)
+    return text.getvalue()
+
+
+def _harmless(cell: Cell) -> Cell:
+    """Text that a spreadsheet takes for text."""
+    return f"'{cell}" if isinstance(cell, str) and cell.startswith(FORMULA) else cell
+
+
+def page_path(out: Path | str) -> Path:
+    """Where a page goes; ValueError if that is not a file NAME.html."""
+    path = Path(out)
+    if path.suffix != ".html" or path.is_dir():
+        raise ValueError(f"the page {path} must be a file that ends in .html")
+    return path
+
+
+def save_page(page: Page, path: Path) -> Path:
+    """Write the figures, and then the page: one that is there is whole."""
+    folder = path.with_name(f"{path.stem}_files")
+    folder.mkdir(parents=True, exist_ok=True)
+    for section in page.sections:
+        for figure in section.figures:
+            for name, content in _files(figure):
+                replace_file(folder / name, content.encode())
+    replace_file(path, render(page, folder.name).encode())
+    return path
+
+
+def _files(figure: Figure) -> list[tuple[str, str]]:
+    found = [(f"{figure.key}.csv", table_csv(figure.numbers or figure.table))]
+    for number, panel in enumerate(figure.panels, start=1):
+        name = figure.key if len(figure.panels) == 1 else f"{figure.key}-{number}"
+        found.append((f"{name}.svg", standalone(panel.svg)))
+    return found
+
+
+def _breakable(name: str) -> Markup:
+    """A name that may go on in the next line after an underscore."""
+    return Markup("_<wbr>").join(name.split("_"))
