@@ -7,13 +7,18 @@ import torch
 from safetensors.torch import save_file
 from torchvision.models.detection import FasterRCNN
 
+import cenet.detection.loaders as loaders
 from _checks import assert_close
 from _detection import TINY, batch, few_shapes
 from _training import ALONE
 from cenet import NormCE2d
+from cenet.detection.command import parse
+from cenet.detection.data import scenes
 from cenet.detection.engine import DetectionOptions, DetectionTrainer, build_detector
+from cenet.detection.loaders import sample, training_batches
 from cenet.models import create_model
 from cenet.train.inputs import Inputs
+from cenet.train.loaders import Shard
 
 CPU = torch.device("cpu")
 CHANNELS = (16, 24, 32, 48)
@@ -151,3 +156,106 @@ def test_an_epoch_tells_the_mean_of_every_loss(detector, tmp_path):
     expected = {f"train_{name}": mean[f"loss_{name}"] for name in names}
     assert engine.summary(sums) == pytest.approx(expected, rel=1e-5)
     assert sums[0] / sums[-1] == pytest.approx(sum(expected.values()), rel=1e-5)
+
+
+# inputs
+
+
+def test_images_of_the_test_are_the_pictures():
+    data = few_shapes(2, 5).test
+    order = [3, 0, 4]
+    found = list(loaders.test_batches(data, order, 2, device=CPU, workers=0))
+    assert [chosen for chosen, _ in found] == [[3, 0], [4]]
+    images = [image for _, images in found for image in images]
+    for index, image in zip(order, images, strict=True):
+        assert torch.equal(image, data.pixels[index] / 255)
+        assert 0.5 < image.max() <= 1
+
+
+def stretch(old: int, new: int) -> torch.Tensor:
+    """Weights (new, old) of linear interpolation between the centres of pixels."""
+    places = ((torch.arange(new, dtype=torch.float64) + 0.5) * old / new - 0.5).clamp(0, old - 1)
+    distances = places[:, None] - torch.arange(old)
+    return (1 - distances.abs()).clamp_min(0)
+
+
+@pytest.mark.parametrize("size", [(40, 60), (70, 90), (24, 36), (33, 100)])
+def test_training_images_are_resized_linearly(size):
+    """As torchvision's detectors do it: centres of pixels, and no smoothing."""
+    image = torch.randint(256, (3, 40, 60), generator=torch.Generator().manual_seed(0))
+    data = scenes("one", coco(1), pixels=[image.to(torch.uint8)])
+    expected = stretch(40, size[0]) @ (image.double() / 255) @ stretch(60, size[1]).T
+    pixels, _ = sample(data, 0, size, flip=False, masks=True)
+    assert_close("pixels", pixels, expected, 1e-5)
+    pixels, _ = sample(data, 0, size, flip=True, masks=True)
+    assert_close("mirrored", pixels, expected.flip(2), 1e-5)
+
+
+# chance
+
+COUNT = 60
+
+
+def coco(count, width=60, height=40):
+    """Annotations of images with one square each."""
+    square = {"bbox": [5, 5, 10, 10], "segmentation": [[5, 5, 15, 5, 15, 15, 5, 15]], "area": 100}
+    sizes = {"width": width, "height": height}
+    return {
+        "images": [{"id": i, "file_name": f"{i}.png", **sizes} for i in range(count)],
+        "annotations": [{**square, "image_id": i, "category_id": 1} for i in range(count)],
+        "categories": [{"id": 1, "name": "square"}],
+    }
+
+
+@pytest.fixture(scope="module")
+def sided():
+    """Images whose left half has the colour of their number, and whose right half is white."""
+    pixels = []
+    for index in range(COUNT):
+        pixels.append(torch.full((3, 40, 60), index, dtype=torch.uint8))
+        pixels[-1][:, :, 30:] = 255
+    return scenes("sided", coco(COUNT), pixels=pixels)
+
+
+def seen(data, epoch, **changes):
+    """Number of every image of an epoch, with its shorter side and whether it was mirrored."""
+    recipe = replace(TINY, min_sizes=(32, 36, 40), detector="faster_rcnn", **changes)
+    shard = Shard(COUNT, 6)
+    found = {}
+    for images, _ in training_batches(
+        data, recipe, shard, epoch=epoch, start=0, device=CPU, workers=0
+    ):
+        for image in images:
+            left, right = (round(255 * float(image[0, 0, side])) for side in (0, -1))
+            found[min(left, right)] = (min(image.shape[1:]), left > right)
+    assert len(found) == COUNT
+    return found
+
+
+EPOCHS = [(seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
+
+
+def test_chance_depends_on_seed_and_epoch(sided):
+    first, again = ([seen(sided, epoch, seed=seed) for seed, epoch in EPOCHS] for _ in range(2))
+    assert [list(found.items()) for found in first] == [list(found.items()) for found in again]
+    for place, one in enumerate(first):
+        for other in first[:place]:
+            assert list(one) != list(other), "another order"
+            for what in (0, 1):  # sizes, mirrors
+                same = sum(one[i][what] == other[i][what] for i in range(COUNT))
+                assert same < 0.8 * COUNT
+
+
+def test_half_are_mirrored_and_all_sizes_come(sided):
+    found = [values for seed, epoch in EPOCHS for values in seen(sided, epoch, seed=seed).values()]
+    for size in (32, 36, 40):
+        flips = [flip for side, flip in found if side == size]
+        assert 0.2 < len(flips) / len(found) < 0.5
+        assert 0.3 < sum(flips) / len(flips) < 0.7
+
+
+def test_mirroring_can_be_left_away(sided):
+    assert parse(["shapes"]).recipe.flip
+    recipe = parse(["shapes", "--flip", "False"]).recipe
+    assert not recipe.flip
+    assert not any(flip for _, flip in seen(sided, 0, flip=recipe.flip).values())
