@@ -5,20 +5,26 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 from torchvision.models.detection import FasterRCNN
 
+import cenet.detection.data as data_module
 import cenet.detection.loaders as loaders
 from _checks import assert_close
 from _detection import TINY, batch, few_shapes
+from _distributed import run
 from _training import ALONE
 from cenet import NormCE2d
 from cenet.detection.command import parse
-from cenet.detection.data import scenes
+from cenet.detection.data import load, outline_mask, scenes
 from cenet.detection.engine import DetectionOptions, DetectionTrainer, build_detector
+from cenet.detection.evaluation import evaluate, predict, score
 from cenet.detection.loaders import sample, training_batches
+from cenet.detection.shapes import draw_shapes
 from cenet.models import create_model
 from cenet.train.inputs import Inputs
 from cenet.train.loaders import Shard
+from cenet.train.processes import Processes
 
 CPU = torch.device("cpu")
 CHANNELS = (16, 24, 32, 48)
@@ -259,3 +265,87 @@ def test_mirroring_can_be_left_away(sided):
     recipe = parse(["shapes", "--flip", "False"]).recipe
     assert not recipe.flip
     assert not any(flip for _, flip in seen(sided, 0, flip=recipe.flip).values())
+
+
+# evaluation over ranks
+
+
+class Oracle(nn.Module):
+    """Knows the truth of every image, and tells it with noise."""
+
+    def __init__(self, data):
+        super().__init__()
+        self.data = data
+        self.roi_heads = nn.Module()
+        self.roi_heads.mask_head = nn.Identity()
+
+    def forward(self, images):
+        return [self.found(image) for image in images]
+
+    def found(self, image):
+        known = [(p / 255).equal(image) for p in self.data.pixels]
+        index = known.index(True)
+        _, target = sample(self.data, index, image.shape[1:], flip=False, masks=True)
+        random = torch.Generator().manual_seed(index)
+        boxes = target["boxes"]
+        return {
+            "boxes": boxes + 2 * torch.randn(boxes.shape, generator=random),
+            "labels": target["labels"],
+            "scores": torch.rand(len(boxes), generator=random),
+            "masks": target["masks"][:, None].float().roll(3, -1),
+        }
+
+
+COUNTS = (7, 3, 1)
+
+
+def parts():
+    """Different numbers of images; the last leaves a second rank without any."""
+    return [few_shapes(2, count).test for count in COUNTS]
+
+
+def scores(rank, world):
+    return [evaluate(Oracle(part), part, Processes(rank, world, CPU)) for part in parts()]
+
+
+def test_ranks_evaluate_every_image_once():
+    expected = []
+    for part in parts():
+        indices = list(range(len(part.images)))
+        found = predict(Oracle(part), part, indices, device=CPU, workers=0)
+        expected.append(score(part.coco, found, ("box", "mask")))
+    assert all(0.1 < expected[0].numbers[f"{kind}_ap"] < 0.95 for kind in ("box", "mask"))
+    assert [scores(0, 1), *run(scores, 2, 2)] == [expected] * 3
+
+
+# shapes
+
+
+@pytest.fixture
+def _few(monkeypatch):
+    monkeypatch.setattr(data_module, "SHAPES", (6, 3))
+
+
+@pytest.mark.usefixtures("_few")
+def test_shapes_to_test_with_are_others():
+    split = load(TINY, None)
+    assert [len(part.images) for part in split] == [6, 3]
+    for image in split.test.pixels:
+        assert not any(image.equal(other) for other in split.train.pixels)
+
+
+# corners, and the share of the box that is covered
+KINDS = {"ellipse": (24, 3.1416 / 4), "rectangle": (4, 1.0), "triangle": (3, 0.5)}
+
+
+def test_shapes_have_the_names_of_what_is_drawn():
+    pixels, truth = draw_shapes(40, 0)
+    data = scenes("shapes", truth, pixels=pixels)
+    assert data.classes == tuple(KINDS)
+    for record, objects in zip(data.images, data.objects, strict=True):
+        for one in objects:
+            corners, share = KINDS[data.classes[data.labels[one["category_id"]] - 1]]
+            assert len(one["segmentation"][0]) == 2 * corners
+            size = record["height"], record["width"]
+            drawn = outline_mask(one["segmentation"], *size, (1.0, 1.0)).sum()
+            assert float(drawn) == pytest.approx(share * one["bbox"][2] * one["bbox"][3], rel=0.1)
