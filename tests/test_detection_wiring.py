@@ -6,8 +6,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from torchvision.models.detection import FasterRCNN
+from torchvision.models.detection import FasterRCNN, MaskRCNN
 
+import cenet.detection as detection
 import cenet.detection.data as data_module
 import cenet.detection.loaders as loaders
 from _checks import assert_close
@@ -20,6 +21,7 @@ from cenet.detection.data import load, outline_mask, scenes
 from cenet.detection.engine import DetectionOptions, DetectionTrainer, build_detector
 from cenet.detection.evaluation import evaluate, predict, score
 from cenet.detection.loaders import sample, training_batches
+from cenet.detection.recipes import RECIPES
 from cenet.detection.shapes import draw_shapes
 from cenet.models import create_model
 from cenet.train.inputs import Inputs
@@ -349,3 +351,53 @@ def test_shapes_have_the_names_of_what_is_drawn():
             size = record["height"], record["width"]
             drawn = outline_mask(one["segmentation"], *size, (1.0, 1.0)).sum()
             assert float(drawn) == pytest.approx(share * one["bbox"][2] * one["bbox"][3], rel=0.1)
+
+
+# recipes
+
+COCO = {
+    "detector": "mask_rcnn", "trainable_layers": 3, "channels": (64, 128, 256, 512), "small": False,
+    "dataset": "coco", "min_sizes": (800,), "max_size": 1333, "flip": True, "epochs": 24,
+    "batch_size": 2, "accumulate": 1, "lr": 0.02, "lr_batch": 16, "momentum": 0.9,
+    "weight_decay": 1e-4, "decay_norms": True, "schedule": "step", "milestones": (16, 22),
+    "gamma": 0.1, "warmup_epochs": 0.07, "clip_grad": 0.0, "precision": "float32",
+}  # fmt: skip
+ROWS = {
+    "resnet50_plain": ("resnet50", "frozen"),
+    "resnet50_ce": ("ceresnet50", "frozen"),
+    "resnet50_syncce": ("ceresnet50", "synchronized"),
+    "resnet101_plain": ("resnet101", "frozen"),
+    "resnet101_ce": ("ceresnet101", "frozen"),
+    "resnet101_syncce": ("ceresnet101", "synchronized"),
+}
+
+
+def test_there_are_six_recipes_for_coco():
+    assert {name for name, recipe in RECIPES.items() if recipe.dataset == "coco"} == {*ROWS}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_recipes_for_coco_say_this(name):
+    recipe = RECIPES[name]
+    assert (recipe.backbone, recipe.setting) == ROWS[name]
+    assert {field: getattr(recipe, field) for field in COCO} == COCO
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "blocks", "layers"),
+    [
+        # CE at the stem and in all blocks but those of the last stage, or in the first seven
+        ("maskrcnn_ceresnet50_fpn", MaskRCNN, [3, 4, 6, 3], 14),
+        ("maskrcnn_ceresnet101_fpn", MaskRCNN, [3, 4, 23, 3], 8),
+        ("fasterrcnn_ceresnet50_fpn", FasterRCNN, [3, 4, 6, 3], 14),
+        ("fasterrcnn_ceresnet101_fpn", FasterRCNN, [3, 4, 23, 3], 8),
+    ],
+)
+def test_detectors_are_what_their_names_say(name, kind, blocks, layers):
+    with torch.device("meta"):
+        model = getattr(detection, name)(num_classes=5)
+    body = model.backbone.body
+    assert type(model) is kind
+    assert [len(body[f"layer{number}"]) for number in range(1, 5)] == blocks
+    assert sum(isinstance(module, NormCE2d) for module in body.modules()) == layers
+    assert model.roi_heads.box_predictor.cls_score.out_features == 5
