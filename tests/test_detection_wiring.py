@@ -1,9 +1,13 @@
 """What a recipe of detection says is what happens: network, losses, inputs, chance, ranks, runs."""
 
+import json
+import os
+import signal
 from dataclasses import replace
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
 from torchvision.models.detection import FasterRCNN, MaskRCNN
@@ -12,9 +16,9 @@ import cenet.detection as detection
 import cenet.detection.data as data_module
 import cenet.detection.loaders as loaders
 from _checks import assert_close
-from _detection import TINY, batch, few_shapes
+from _detection import TINY, batch, few_shapes, small_detector
 from _distributed import run
-from _training import ALONE
+from _training import ALONE, assert_same_run, call, metrics
 from cenet import NormCE2d
 from cenet.detection.command import parse
 from cenet.detection.data import load, outline_mask, scenes
@@ -22,6 +26,7 @@ from cenet.detection.engine import DetectionOptions, DetectionTrainer, build_det
 from cenet.detection.evaluation import evaluate, predict, score
 from cenet.detection.loaders import sample, training_batches
 from cenet.detection.recipes import RECIPES
+from cenet.detection.run import DetectionJob, evaluate_run, load_detector, train
 from cenet.detection.shapes import draw_shapes
 from cenet.models import create_model
 from cenet.train.inputs import Inputs
@@ -401,3 +406,103 @@ def test_detectors_are_what_their_names_say(name, kind, blocks, layers):
     assert [len(body[f"layer{number}"]) for number in range(1, 5)] == blocks
     assert sum(isinstance(module, NormCE2d) for module in body.modules()) == layers
     assert model.roi_heads.box_predictor.cls_score.out_features == 5
+
+
+# runs
+
+
+def write_coco(folder, data, **renamed):
+    """Images as files, to train and test on, with other names for some classes."""
+    (folder / "images").mkdir(parents=True)
+    for record, pixels in zip(data.images, data.pixels, strict=True):
+        image = Image.fromarray(pixels.permute(1, 2, 0).numpy())
+        image.save(folder / "images" / record["file_name"])
+    names = [
+        {**record, "name": renamed.get(record["name"], record["name"])}
+        for record in data.coco["categories"]
+    ]
+    (folder / "instances.json").write_text(json.dumps({**data.coco, "categories": names}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """An epoch on a few files with the backbone of a classifier: folder of the run, of the data,
+    and the classifier."""
+    root = tmp_path_factory.mktemp("trained")
+    model = classifier(root / "w.safetensors")
+    data = write_coco(root / "coco", few_shapes(4, 2).train)
+    recipe = replace(
+        TINY, dataset="coco", setting="frozen", trainable_layers=3, epochs=1, batch_size=2,
+        channels=CHANNELS,
+    )  # fmt: skip
+    options = DetectionOptions(root / "run", workers=0)
+    train(DetectionJob(recipe, options, data, root / "w.safetensors", "cpu"))
+    return root / "run", data, model
+
+
+def test_a_run_trains_the_backbone_of_its_checkpoint(trained):
+    run, _, model = trained
+    body = load_detector(run).backbone.body
+    before = model.state_dict()
+    moved = {name for name, value in body.state_dict().items() if not value.equal(before[name])}
+    names = {name for name, _ in body.named_parameters() if conv(name)}
+    assert moved == {n for n in names if n.startswith(("layer2", "layer3", "layer4"))}
+
+
+def test_the_parts_of_the_loss_add_up(trained):
+    (row,) = metrics(trained[0])
+    parts = ("classifier", "box_reg", "objectness", "rpn_box_reg", "mask")
+    assert row["train_loss"] == pytest.approx(sum(row[f"train_{part}"] for part in parts))
+
+
+def test_a_run_is_not_evaluated_on_other_classes(trained, tmp_path):
+    run, data, _ = trained
+    assert evaluate_run(run, data, "cpu").numbers.keys() <= metrics(run)[-1].keys()
+    other = write_coco(tmp_path / "other", few_shapes(4, 2).train, ellipse="disc")
+    with pytest.raises(ValueError, match=r"on other classes than .* has: .*disc.*ellipse"):
+        evaluate_run(run, other, "cpu")
+
+
+@pytest.mark.usefixtures("_few")
+def test_an_interrupt_of_the_command_saves_and_resumes(tmp_path, monkeypatch, capsys):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    fields = ("--epochs", "1", "--batch-size", "2", "--channels", "16", "16", "16", "16",
+              "--min-sizes", "48", "--max-size", "96", "--device", "cpu", "--workers", "0",
+              "--resume", "auto")  # fmt: skip
+    command = ("detect", "train", "shapes", *fields, "--out")
+    call(monkeypatch, *command, str(whole))
+    real = DetectionTrainer._update
+
+    def interrupted(self):
+        real(self)
+        if self.position.updates == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(DetectionTrainer, "_update", interrupted)
+    with pytest.raises((SystemExit, KeyboardInterrupt)) as caught:
+        call(monkeypatch, *command, str(cut))
+    assert getattr(caught.value, "code", None) == 75
+    assert "interrupted and saved; go on with --resume auto" in capsys.readouterr().out
+    call(monkeypatch, *command, str(cut))
+    assert "resuming from step-000000002.safetensors: epoch 1, step 2" in capsys.readouterr().out
+    assert_same_run(whole, cut)
+
+
+# deploy
+
+
+def test_folding_leaves_the_network_as_it_was():
+    network = small_detector(setting="scratch", trainable_layers=5).eval()
+    images = batch()[0]
+    with torch.no_grad():
+        before, found = {n: v.clone() for n, v in network.state_dict().items()}, network(images)
+        folded = detection.fold_detector(network)
+        for parameter in folded.parameters():  # which are its own
+            parameter.zero_()
+        after, again = network.state_dict(), network(images)
+    assert list(before) == list(after)
+    assert all(value.equal(after[name]) for name, value in before.items())
+    for ours, theirs in zip(found, again, strict=True):
+        assert all(value.equal(theirs[name]) for name, value in ours.items())
+    assert all(parameter.requires_grad for parameter in network.parameters())
