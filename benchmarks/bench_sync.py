@@ -87,11 +87,11 @@ def work(rank: int, arguments: argparse.Namespace, port: int) -> None:
     )
     for column in ("network", "CE / plain", "SyncCE / plain", "SyncCE / CE", "collectives",
                    "bytes", "computed", "gradients, MB"):  # fmt: skip
-        table.add_column(column, justify="left" if column == "network" else "right")
+        table.add_column(column, justify="left" if column == "network" else "right", no_wrap=True)
     for network in arguments.networks:
         table.add_row(network, *measure(network, rank, arguments))
     if rank == 0:
-        Console(width=120).print(table)
+        Console(width=140).print(table)
     dist.destroy_process_group()
 
 

@@ -1,5 +1,6 @@
 """The networks every tree edit is tried on."""
 
+import pytest
 import timm
 import torch
 import torchvision
@@ -35,6 +36,9 @@ ZERO_INITIALISED = {
     "timm/seresnet50": 16,
     "timm/regnety_002": 13,
 }
+# 138 million parameters: seconds in every test
+HEAVY = "torchvision/vgg16_bn"
+MOSTLY_FAST = [pytest.param(n, marks=pytest.mark.slow) if n == HEAVY else n for n in NETWORKS]
 
 
 def create(name: str, seed: int = 0) -> nn.Module:

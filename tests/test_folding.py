@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from _checks import assert_close
-from _networks import NETWORKS, UNFOLDABLE, create, images, settle
+from _networks import HEAVY, NETWORKS, UNFOLDABLE, create, images, settle
 from cenet import (
     BatchDecorrelation2d,
     ChannelEquilibrium2d,
@@ -37,16 +37,12 @@ def norms(model):
     return [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
 
 
-# 138 million parameters, twice in float64: 20 seconds for each layer
-HEAVY = "torchvision/vgg16_bn"
-
-
 @pytest.mark.parametrize(
     ("name", "layer"),
     [
-        pytest.param(name, layer, marks=[pytest.mark.slow] if name == HEAVY and i else [])
+        pytest.param(name, layer, marks=[pytest.mark.slow] if name == HEAVY else [])
         for name in NETWORKS
-        for i, layer in enumerate(LAYERS)
+        for layer in LAYERS
     ],
 )
 def test_folded_network_equals_the_evaluated_one(name, layer):

@@ -26,6 +26,8 @@ NAMES = (
     "cevgg16",
 )
 each_network = pytest.mark.parametrize("name", NAMES)
+# each has a smaller sister
+LONG_TO_EXPORT = ("ceresnet101", "ceshufflenetv2_x1_0")
 
 
 def images(name, n=4):
@@ -275,7 +277,10 @@ def test_folded(name):
     assert relative_error(fold_ce(model)(x), model(x)) < 1e-5
 
 
-@each_network
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n in LONG_TO_EXPORT else n for n in NAMES],
+)
 def test_onnx(name, tmp_path):
     runtime = pytest.importorskip("onnxruntime")
     model = network(name)

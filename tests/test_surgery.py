@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from _checks import assert_close
-from _networks import NETWORKS, ZERO_INITIALISED, create, images, settle
+from _networks import MOSTLY_FAST, NETWORKS, ZERO_INITIALISED, create, images, settle
 from cenet import (
     BatchDecorrelation2d,
     ChannelEquilibrium2d,
@@ -113,7 +113,7 @@ def test_remove_right_after_insert(name):
     assert torch.equal(model(images()), original(images()))
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", MOSTLY_FAST)
 def test_identity_start_leaves_the_logits(name):
     single = create(name).eval()
     expected = single(images())
@@ -132,7 +132,7 @@ def test_identity_start_leaves_the_logits(name):
     assert all(blend.grad is not None for blend in blends)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", MOSTLY_FAST)
 def test_synchronized_batch_norm_conversion_keeps_the_ce(name):
     model = create(name)
     quiet_insert(model)

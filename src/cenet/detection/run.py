@@ -138,10 +138,13 @@ def show_run(
     if images:
         require_evaluation()
         own = processes.start(device)
-        scenes = _data_of(run, data).test
-        network, weights = _load(run)
-        indices = choose(scenes, images)
-        found = predict(network.to(own.device), scenes, indices, device=own.device, workers=0)
+        try:
+            scenes = _data_of(run, data).test
+            network, weights = _load(run)
+            indices = choose(scenes, images)
+            found = predict(network.to(own.device), scenes, indices, device=own.device, workers=0)
+        finally:
+            processes.finish()
         masks = recipe.detector == "mask_rcnn"
         predictions = predictions_section(scenes, indices, found, masks=masks, weights=weights)
     return save_page(build_page(source, recipe, predictions, weights), run / PAGE)
