@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cenet.kernels.decorrelation import decorrelate
-from cenet.kernels.gate import ROWS, WIDTH, GateWeights, Hidden, hidden_layer, split_tile
+from cenet.kernels.gate import ROWS, WIDTH, GateWeights, Hidden, hidden_layer, span_of, tile
 from cenet.kernels.launch import empty, launch
 from cenet.kernels.modes import BATCH, Mode
 from cenet.kernels.statistics import (
@@ -25,7 +25,9 @@ from cenet.kernels.statistics import (
 from cenet.kernels.tiles import ceil_div
 
 
-@triton.jit(do_not_specialize=["N", "L", "groups", "windows", "chunks", "samples", "columns"])
+@triton.jit(
+    do_not_specialize=["N", "L", "groups", "windows", "chunks", "samples", "columns", "depths"]
+)
 def _between_kernel(
     origin_ptr,  # (C,), or None: nothing was measured
     mean_ptr,  # (S, C)
@@ -57,6 +59,7 @@ def _between_kernel(
     samples,
     columns,
     depths,
+    span,
     norm_eps,
     K: tl.constexpr,
     KP: tl.constexpr,
@@ -99,8 +102,8 @@ def _between_kernel(
             hidden_layer(
                 block // columns // depths, block // depths % columns, block % depths, mean_ptr,
                 square_ptr, spread_ptr, weight_ptr, running_var_ptr, var_ptr, w1_ptr, s_ptr,
-                hidden_ptr, N, C, L, H, chunks, samples, norm_eps, NORM, BS, GATE_BN, GATE_BW,
-                GATE_BK,
+                hidden_ptr, N, C, L, H, span, chunks, samples, norm_eps, NORM, BS, GATE_BN,
+                GATE_BW, GATE_BK,
             )  # fmt: skip
 
 
@@ -129,11 +132,10 @@ def between(
     """
     n, channels, height, width = shape
     groups, device = ceil_div(channels, group_size), found.values.device
-    cut = gate_constants(channels)
     columns = depths = 0
     hidden = None
     if gate is not None:
-        columns, depths = ceil_div(len(gate.w1), WIDTH), ceil_div(channels, cut["GATE_BK"])
+        columns, depths = ceil_div(len(gate.w1), WIDTH), ceil_div(channels, span_of(channels))
         s = empty(device, depths) if mode.ir == BATCH else None
         hidden = Hidden(empty(device, depths, n, len(gate.w1)), s)
     measured = (None,) * 6 if chunks is None else chunks[:6]
@@ -144,13 +146,14 @@ def between(
         None if gate is None else gate.w1, hidden and hidden.s, hidden and hidden.parts, n,
         channels, height * width, 0 if gate is None else len(gate.w1), groups, windows,
         0 if chunks is None else len(chunks.mean), 0 if chunks is None else chunks.samples,
-        columns, depths, norm_eps, STEPS=steps, **group_constants(group_size, mode), **cut,
+        columns, depths, span_of(channels), norm_eps, STEPS=steps,
+        **group_constants(group_size, mode), **gate_constants(channels),
     )  # fmt: skip
     return hidden
 
 
 def gate_constants(channels: int) -> dict[str, int]:
-    """What a kernel is compiled for that does a job of the gate, split by channels."""
-    cut = split_tile(channels)
+    """What a kernel is compiled for that does a job of the gate over channels."""
+    cut = tile(channels)
     del cut["num_warps"]
     return {f"GATE_{name}": size for name, size in cut.items()}

@@ -27,6 +27,7 @@ from cenet.kernels.gate import (
     GateWeights,
     load_blend,
     load_lambda,
+    span_of,
     tile,
 )
 from cenet.kernels.gate_backward import (
@@ -131,6 +132,7 @@ def _first_kernel(
     chunks,
     columns,
     depths,
+    span,
     SP: tl.constexpr,
     K: tl.constexpr,
     KP: tl.constexpr,
@@ -152,7 +154,7 @@ def _first_kernel(
             hidden_backward(
                 block // columns // depths, block // depths % columns, block % depths, grad_d_ptr,
                 grad_c_ptr, values_ptr, gate_ptr, w2_ptr, inv_std_ptr, mix_logit_ptr, blend_ptr,
-                grad_logit_ptr, grad_hidden_ptr, N, C, H, splits, GATE_BN, GATE_BW, GATE_BK,
+                grad_logit_ptr, grad_hidden_ptr, N, C, H, span, splits, GATE_BN, GATE_BW, GATE_BK,
             )  # fmt: skip
 
 
@@ -200,6 +202,7 @@ def _second_kernel(
     STEPS: tl.constexpr,
     BD: tl.constexpr,
     DEPTHS: tl.constexpr,
+    WHOLE: tl.constexpr,  # a block holds all units
     GATE_BN: tl.constexpr,
     GATE_BW: tl.constexpr,
     GATE_BK: tl.constexpr,
@@ -221,7 +224,8 @@ def _second_kernel(
                 block // columns, block % columns, columns, standard_ptr, spread_ptr,
                 grad_hidden_ptr, norm_weight_ptr, norm_bias_ptr, w1_ptr, var_ptr, gate_ptr,
                 grad_d_ptr, grad_c_ptr, values_ptr, grad_u_ptr, through_var_ptr, gate_scalars_ptr,
-                grad_norm_ptr, grad_z_ptr, N, C, H, splits, DEPTHS, GATE_BN, GATE_BW, GATE_BK,
+                grad_norm_ptr, grad_z_ptr, N, C, H, splits, DEPTHS, WHOLE, GATE_BN, GATE_BW,
+                GATE_BK,
             )  # fmt: skip
 
 
@@ -454,7 +458,7 @@ def between_backward(
 
     cut = chunk_constants(group_size, sums.splits) | gate_constants(channels)
     chunks = ceil_div(n, cut["BN"] // cut["SP"])
-    depths = 0 if gate is None else ceil_div(channels, cut["GATE_BK"])
+    depths = 0 if gate is None else ceil_div(channels, span_of(channels))
     P_sums = None if sums.P is None else empty(device, chunks, groups, group_size, group_size)
     chunk_sums = empty(device, 4, chunks, channels)
     grad_logit = empty(device, n if gate is not None else 0, channels)
@@ -464,7 +468,7 @@ def between_backward(
         sums.P, sums.d, sums.c, mapping.w, P_sums, chunk_sums, found.values,
         state and state.gates[0], gate and gate.w2, state and state.inv_std, mix_logit, blend,
         grad_logit, grad_hidden, n, channels, units, groups, sums.splits, chunks, columns, depths,
-        **cut,
+        span_of(channels), **cut,
     )  # fmt: skip
 
     Q = torch.empty_like(found.matrices[2]) if mode.bd == BATCH else None
@@ -494,7 +498,7 @@ def between_backward(
             P_sums, chunk_sums, found.values, found.matrices, found.iterates, mix_logit, blend, Q,
             pooled_offset, affine, scalars, *given, *(back or (None,) * 5), n, channels, pixels,
             units, groups, windows, chunks, sums.splits, columns, STEPS=steps, DEPTHS=depths,
-            **constants, **wide,
+            WHOLE=units <= MOST_DEPTH, **constants, **wide,
         )  # fmt: skip
 
     grad_mix_logit = None if mix_logit is None else torch.empty_like(mix_logit)

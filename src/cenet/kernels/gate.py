@@ -30,7 +30,9 @@ WIDTH = 32
 DEPTH = 64
 WARPS = 4
 MOST_DEPTH = 256
-MOST_DEPTHS = 8  # parts of the hidden layer
+PARTS = 4  # of the hidden layer, which programs compute apart from each other
+# of a folded layer, whose programs are few
+FOLDED_PARTS = 8
 FOLDED_SPLITS = 8
 
 
@@ -117,6 +119,7 @@ def hidden_layer(
     C,
     L,
     H,
+    span,  # channels of a part
     chunks,
     samples,
     norm_eps,
@@ -126,31 +129,32 @@ def hidden_layer(
     BW: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """A part of z / r² for a block of samples and a block of units: what BK channels add to it."""
+    """A part of z / r² for a block of samples and of units: what some channels add to it."""
     n = row * BN + tl.arange(0, BN)
     h = column * BW + tl.arange(0, BW)
-    c = depth * BK + tl.arange(0, BK)
-    valid = c < C
-    middle = tl.zeros((BK,), tl.float32)
-    if NORM == IS_BATCH:
-        middle = mean_of_chunks(mean_ptr, c, valid, N, C, chunks, samples, BK, BS)
+    part = tl.zeros((BN, BW), tl.float32)
+    variances = tl.zeros((BK,), tl.float32)
+    for start in range(depth * span, tl.minimum((depth + 1) * span, C), BK):
+        c = start + tl.arange(0, BK)
+        valid = c < C
+        middle = tl.zeros((BK,), tl.float32)
+        if NORM == IS_BATCH:
+            middle = mean_of_chunks(mean_ptr, c, valid, N, C, chunks, samples, BK, BS)
         rstd, _ = inverse_spread(
-            mean_ptr, square_ptr, None, middle, c, valid, N, C, L, chunks, samples, norm_eps,
-            NORM, BK, BS,
+            mean_ptr if NORM == IS_BATCH else None, square_ptr, running_var_ptr, middle, c, valid,
+            N, C, L, chunks, samples, norm_eps, NORM, BK, BS,
         )  # fmt: skip
-    else:
-        rstd, _ = inverse_spread(
-            None, None, running_var_ptr, middle, c, valid, N, C, L, chunks, samples, norm_eps,
-            NORM, BK, BS,
-        )  # fmt: skip
-    scale = load_gamma(weight_ptr, c, valid) * rstd
-    u = load_block(var_ptr, n, c, N, C) * (scale * scale)[None, :]
-    part = dot(u, tl.trans(load_block(w1_ptr, h, c, H, C)))
+        scale = load_gamma(weight_ptr, c, valid) * rstd
+        u = load_block(var_ptr, n, c, N, C) * (scale * scale)[None, :]
+        part += dot(u, tl.trans(load_block(w1_ptr, h, c, H, C)))
+        if s_ptr is not None:
+            if (row == 0) & (column == 0):
+                spread = sum_of_rows(spread_ptr, c, valid, chunks, C, BK, BS)
+                variances += spread * scale * scale
     store_block(hidden_ptr + tl.cast(depth, tl.int64) * N * H, n, h, N, H, part)
     if s_ptr is not None:
         if (row == 0) & (column == 0):
-            spread = sum_of_rows(spread_ptr, c, valid, chunks, C, BK, BS)
-            tl.store(s_ptr + depth, tl.sum(spread * scale * scale))
+            tl.store(s_ptr + depth, tl.sum(variances))
 
 
 @triton.jit
@@ -227,6 +231,14 @@ def row_moments(
 
 
 @triton.jit
+def _gated(standard, norm_weight_ptr, norm_bias_ptr, w2_ptr, c, h, C, H):
+    """What some units add to the sigmoid's argument."""
+    weight = load_vector(norm_weight_ptr, h, H)[None, :]
+    hidden = at_least_0(standard * weight + load_vector(norm_bias_ptr, h, H)[None, :])
+    return dot(hidden, tl.trans(load_block(w2_ptr, c, h, C, H)))
+
+
+@triton.jit
 def _gate_kernel(
     hidden_ptr,  # (DEPTHS, N, H)
     s_ptr,  # (DEPTHS,), or None
@@ -250,6 +262,7 @@ def _gate_kernel(
     norm_eps,
     DEPTHS: tl.constexpr,
     DP: tl.constexpr,
+    WHOLE: tl.constexpr,  # a block holds all units
     BN: tl.constexpr,
     BW: tl.constexpr,
     BK: tl.constexpr,
@@ -262,16 +275,27 @@ def _gate_kernel(
         r = 1 / tl.sqrt(s + eps)
     else:
         r = tl.load(running_inv_std_ptr).to(tl.float32)
-    mean, spread = row_moments(hidden_ptr, n, N, H, r * r, norm_eps, BN, BK, DEPTHS)
-    total = tl.zeros((BN, BW), tl.float32)
-    for start in range(0, H, BK):
-        h = start + tl.arange(0, BK)
-        z = load_hidden(hidden_ptr, n, h, N, H, r * r, DEPTHS) - mean[:, None]
-        norm = (
-            z * spread[:, None] * load_vector(norm_weight_ptr, h, H)[None, :]
-            + load_vector(norm_bias_ptr, h, H)[None, :]
-        )
-        total += dot(at_least_0(norm), tl.trans(load_block(w2_ptr, c, h, C, H)))
+    if WHOLE:
+        h = tl.arange(0, BK)
+        z = load_hidden(hidden_ptr, n, h, N, H, r * r, DEPTHS)
+        z = tl.where((h < H)[None, :], z - tl.sum(z, 1)[:, None] / H, 0.0)
+        spread = 1 / tl.sqrt(tl.sum(z * z, 1) / H + norm_eps)
+        standard = z * spread[:, None]
+        total = _gated(standard, norm_weight_ptr, norm_bias_ptr, w2_ptr, c, h, C, H)
+        if standard_ptr is not None:
+            if tl.program_id(1) == 0:
+                store_block(standard_ptr, n, h, N, H, standard)
+    else:
+        mean, spread = row_moments(hidden_ptr, n, N, H, r * r, norm_eps, BN, BK, DEPTHS)
+        total = tl.zeros((BN, BW), tl.float32)
+        for start in range(0, H, BK):
+            h = start + tl.arange(0, BK)
+            z = load_hidden(hidden_ptr, n, h, N, H, r * r, DEPTHS) - mean[:, None]
+            standard = z * spread[:, None]
+            total += _gated(standard, norm_weight_ptr, norm_bias_ptr, w2_ptr, c, h, C, H)
+            if standard_ptr is not None:
+                if tl.program_id(1) == 0:
+                    store_block(standard_ptr, n, h, N, H, standard)
     gate = tl.sigmoid(total)
     if share_ptr is None:
         share = load_blend(blend_ptr) * (1 - load_lambda(mix_logit_ptr, 0.0))
@@ -282,11 +306,6 @@ def _gate_kernel(
     store_block(w_ptr, n, c, N, C, share * r * gate + offset)
     if standard_ptr is not None:
         store_block(gate_ptr, n, c, N, C, gate)
-        # the programs of a row share what they all have computed
-        for start in range(tl.program_id(1) * BK, H, tl.num_programs(1) * BK):
-            h = start + tl.arange(0, BK)
-            z = load_hidden(hidden_ptr, n, h, N, H, r * r, DEPTHS) - mean[:, None]
-            store_block(standard_ptr, n, h, N, H, z * spread[:, None])
         if tl.program_id(1) == 0:
             tl.store(spread_ptr + n, spread, mask=n < N)
             if tl.program_id(0) == 0:
@@ -313,7 +332,8 @@ def gate_forward(
         hidden.parts, hidden.s, running_inv_std, weights.norm_weight, weights.norm_bias,
         weights.w2, mix_logit, blend, None, None, state.hidden, state.spread, state.gates[0],
         state.inv_std, state.gates[1], n, channels, units, eps, GATE_NORM_EPS, DEPTHS=depths,
-        DP=power_of_2(depths), num_stages=1, **tile(units, MOST_DEPTH),
+        DP=power_of_2(depths), WHOLE=units <= MOST_DEPTH, num_stages=1,
+        **tile(units, MOST_DEPTH),
     )  # fmt: skip
     return state
 
@@ -329,7 +349,8 @@ def folded_gate(
     """w_n = share · s^{-1/2} · gate + offset of a folded layer, (N, C), from what was measured."""
     units, channels = weights.w1.shape
     n = len(parts.square) // parts.splits
-    cut = split_tile(channels, DEPTH if parts.splits > 2 else 2 * DEPTH)
+    least = DEPTH if parts.splits > 2 else 2 * DEPTH
+    cut = tile(channels, max(least, power_of_2(ceil_div(channels, FOLDED_PARTS))))
     depths = ceil_div(channels, cut["BK"])
     hidden = parts.square.new_empty(depths, n, units)
     w = parts.square.new_empty(n, channels)
@@ -342,14 +363,16 @@ def folded_gate(
         _gate_kernel, (ceil_div(n, ROWS), ceil_div(channels, WIDTH)),
         hidden, None, inv_std, weights.norm_weight, weights.norm_bias, weights.w2, None, None,
         share, offset, None, None, None, None, w, n, channels, units, 0.0, GATE_NORM_EPS,
-        DEPTHS=depths, DP=power_of_2(depths), num_stages=1, **tile(units, MOST_DEPTH),
+        DEPTHS=depths, DP=power_of_2(depths), WHOLE=units <= MOST_DEPTH, num_stages=1,
+        **tile(units, MOST_DEPTH),
     )  # fmt: skip
     return w
 
 
-def split_tile(depth: int, least: int = DEPTH) -> dict[str, int]:
-    """The same if its terms are split among programs, in at most MOST_DEPTHS parts."""
-    return tile(depth, max(least, power_of_2(ceil_div(depth, MOST_DEPTHS))))
+def span_of(channels: int) -> int:
+    """Channels of a part of the hidden layer, but of the last."""
+    depth = tile(channels)["BK"]
+    return ceil_div(ceil_div(channels, PARTS), depth) * depth
 
 
 def tile(depth: int, most: int = DEPTH) -> dict[str, int]:

@@ -48,23 +48,26 @@ def hidden_backward(
     N,
     C,
     H,
+    span,  # channels of a part
     splits,
     BN: tl.constexpr,
     BW: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Gradient of h for a block of samples and a block of units: what BK channels add to it."""
+    """Gradient of h for a block of samples and a block of units: what some channels add to it."""
     n = row * BN + tl.arange(0, BN)
     h = column * BW + tl.arange(0, BW)
-    c = depth * BK + tl.arange(0, BK)
     share = load_blend(blend_ptr) * (1 - load_lambda(mix_logit_ptr, 0.0)) * tl.load(inv_std_ptr)
-    grad_w = _load_grad_w(grad_d_ptr, grad_c_ptr, values_ptr, n, c, N, C, splits)
-    gate = load_block(gate_ptr, n, c, N, C)
-    grad_logit = share * grad_w * gate * (1 - gate)
-    part = dot(grad_logit, load_block(w2_ptr, c, h, C, H))
+    part = tl.zeros((BN, BW), tl.float32)
+    for start in range(depth * span, tl.minimum((depth + 1) * span, C), BK):
+        c = start + tl.arange(0, BK)
+        grad_w = _load_grad_w(grad_d_ptr, grad_c_ptr, values_ptr, n, c, N, C, splits)
+        gate = load_block(gate_ptr, n, c, N, C)
+        grad_logit = share * grad_w * gate * (1 - gate)
+        part += dot(grad_logit, load_block(w2_ptr, c, h, C, H))
+        if column == 0:
+            store_block(grad_logit_ptr, n, c, N, C, grad_logit)
     store_block(grad_hidden_ptr + tl.cast(depth, tl.int64) * N * H, n, h, N, H, part)
-    if column == 0:
-        store_block(grad_logit_ptr, n, c, N, C, grad_logit)
 
 
 @triton.jit
@@ -107,6 +110,7 @@ def variance_backward(
     H,
     splits,
     DEPTHS: tl.constexpr,
+    WHOLE: tl.constexpr,
     BN: tl.constexpr,
     BW: tl.constexpr,
     BK: tl.constexpr,
@@ -115,33 +119,39 @@ def variance_backward(
     n = row * BN + tl.arange(0, BN)
     c = column * BW + tl.arange(0, BW)
     spread = load_vector(spread_ptr, n, N)
-    first = tl.zeros((BN,), tl.float32)
-    second = tl.zeros((BN,), tl.float32)
-    for start in range(0, H, BK):
-        h = start + tl.arange(0, BK)
+    if WHOLE:
+        h = tl.arange(0, BK)
         z, grad, weight = _norm_backward(
             standard_ptr, grad_hidden_ptr, norm_weight_ptr, norm_bias_ptr, n, h, N, H, DEPTHS
         )
-        first += tl.sum(grad * weight, 1)
-        second += tl.sum(grad * weight * z, 1)
-    first, second = first / H, second / H
-    grad_u = tl.zeros((BN, BW), tl.float32)
-    for start in range(0, H, BK):
-        h = start + tl.arange(0, BK)
-        z, grad, weight = _norm_backward(
-            standard_ptr, grad_hidden_ptr, norm_weight_ptr, norm_bias_ptr, n, h, N, H, DEPTHS
-        )
+        first, second = tl.sum(grad * weight, 1) / H, tl.sum(grad * weight * z, 1) / H
         grad_z = spread[:, None] * (grad * weight - first[:, None] - z * second[:, None])
-        grad_u += dot(grad_z, load_block(w1_ptr, h, c, H, C))
-    # the programs of a row share what they all have computed
-    for start in range(column * BK, H, columns * BK):
-        h = start + tl.arange(0, BK)
-        z, grad, weight = _norm_backward(
-            standard_ptr, grad_hidden_ptr, norm_weight_ptr, norm_bias_ptr, n, h, N, H, DEPTHS
-        )
-        grad_z = spread[:, None] * (grad * weight - first[:, None] - z * second[:, None])
-        store_block(grad_norm_ptr, n, h, N, H, grad)
-        store_block(grad_z_ptr, n, h, N, H, grad_z)
+        grad_u = dot(grad_z, load_block(w1_ptr, h, c, H, C))
+        if column == 0:
+            store_block(grad_norm_ptr, n, h, N, H, grad)
+            store_block(grad_z_ptr, n, h, N, H, grad_z)
+    else:
+        first = tl.zeros((BN,), tl.float32)
+        second = tl.zeros((BN,), tl.float32)
+        for start in range(0, H, BK):
+            h = start + tl.arange(0, BK)
+            z, grad, weight = _norm_backward(
+                standard_ptr, grad_hidden_ptr, norm_weight_ptr, norm_bias_ptr, n, h, N, H, DEPTHS
+            )
+            first += tl.sum(grad * weight, 1)
+            second += tl.sum(grad * weight * z, 1)
+        first, second = first / H, second / H
+        grad_u = tl.zeros((BN, BW), tl.float32)
+        for start in range(0, H, BK):
+            h = start + tl.arange(0, BK)
+            z, grad, weight = _norm_backward(
+                standard_ptr, grad_hidden_ptr, norm_weight_ptr, norm_bias_ptr, n, h, N, H, DEPTHS
+            )
+            grad_z = spread[:, None] * (grad * weight - first[:, None] - z * second[:, None])
+            grad_u += dot(grad_z, load_block(w1_ptr, h, c, H, C))
+            if column == 0:
+                store_block(grad_norm_ptr, n, h, N, H, grad)
+                store_block(grad_z_ptr, n, h, N, H, grad_z)
     store_block(grad_u_ptr, n, c, N, C, grad_u)
     scale = load_vector(values_ptr + 7 * C, c, C)
     grad_w = _load_grad_w(grad_d_ptr, grad_c_ptr, values_ptr, n, c, N, C, splits)
