@@ -491,14 +491,15 @@ def between_backward(
     norm, ir = constants.pop("NORM"), constants.pop("IR")
     programs = (groups if mode.bd != ABSENT else 0) + (0 if gate is None else rows * columns)
     if programs:
-        wide = {f"GATE_{name}": size for name, size in tile(max(units, 1), MOST_DEPTH).items()}
-        del wide["GATE_num_warps"]
+        wide = tile(max(units, 1), MOST_DEPTH)
+        warps = wide.pop("num_warps")
         launch(
             _second_kernel, (programs,),
             P_sums, chunk_sums, found.values, found.matrices, found.iterates, mix_logit, blend, Q,
             pooled_offset, affine, scalars, *given, *(back or (None,) * 5), n, channels, pixels,
             units, groups, windows, chunks, sums.splits, columns, STEPS=steps, DEPTHS=depths,
-            WHOLE=units <= MOST_DEPTH, **constants, **wide,
+            WHOLE=units <= MOST_DEPTH, **{f"GATE_{name}": size for name, size in wide.items()},
+            **{**constants, "num_warps": warps},
         )  # fmt: skip
 
     grad_mix_logit = None if mix_logit is None else torch.empty_like(mix_logit)
