@@ -264,9 +264,12 @@ def loaded(
             "by --workers"
         ) from error
     finally:
-        # they are deaf to the signal by which Python ends them when it exits
         if workers:
             found._shutdown_workers()
+            # they are deaf to the signal by which Python would end them, and one that has died may
+            # have taken with it what the others wait for
+            for worker in found._workers:
+                worker.kill()
 
 
 def _leave_signals_to_the_run(_worker: int) -> None:
