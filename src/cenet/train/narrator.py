@@ -47,6 +47,7 @@ class Narrator:
 
     def __exit__(self, *_: object) -> None:
         """End."""
+        self.note("")
         self._active = False
         self._stack.close()
 
