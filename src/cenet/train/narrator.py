@@ -47,7 +47,6 @@ class Narrator:
 
     def __exit__(self, *_: object) -> None:
         """End."""
-        self.note("")
         self._active = False
         self._stack.close()
 
