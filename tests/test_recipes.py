@@ -289,23 +289,32 @@ def test_workers_leave_signals_to_the_run(folder):
     assert len(list(batches)) == 15
 
 
+DEAD = r"a process that reads images has died \(.*by --workers\n"
+
+
 @pytest.mark.parametrize(
-    ("fails", "message"),
+    ("fails", "pause", "message"),
     [
-        ("raise ValueError('it is truncated')", r"it is truncated\n"),
-        ("index or os._exit(1)", r"a process that reads images has died \(.*by --workers\n"),
+        ("raise ValueError('it is truncated')", 0, r"it is truncated\n"),
+        ("index or os._exit(1)", 0, DEAD),
+        ("index or os._exit(1)", 1, DEAD),  # while the loader is being made
     ],
 )
-def test_workers_end_with_a_run_that_fails(fails, message):
+def test_workers_end_with_a_run_that_fails(fails, pause, message):
     """Deaf to signals, they once outlived it, and Python waited for them."""
     script = (
-        "import os\n"
+        "import os, time\n"
+        "class Batches(list):\n"
+        "    def __iter__(self):\n"
+        "        for batch in super().__iter__():\n"
+        "            yield batch\n"
+        f"            time.sleep({pause})\n"
         "from cenet.train.loaders import loaded\n"
         "class Damaged:\n"
         "    def __getitem__(self, index):\n"
         f"        {fails}\n"
         "try:\n"
-        "    list(loaded(Damaged(), [[0], [1], [2]], workers=2, seed=0))\n"
+        "    list(loaded(Damaged(), Batches([[0], [1], [2]]), workers=2, seed=0))\n"
         "except ValueError as error:\n"
         "    raise SystemExit(str(error)) from error\n"
     )
