@@ -53,6 +53,35 @@ def batch(count=3, seed=0):
     return images, targets
 
 
+SQUARE = [10.0, 10.0, 30.0, 10.0, 30.0, 30.0, 10.0, 30.0]
+
+
+def annotation(**changes):
+    return {
+        "id": 0, "image_id": 1, "category_id": 3, "bbox": [10.0, 10.0, 20.0, 20.0],
+        "segmentation": [SQUARE], "area": 400.0, "iscrowd": 0, **changes,
+    }  # fmt: skip
+
+
+def coco(*annotations, images=1):
+    return {
+        "images": [
+            {"id": number + 1, "file_name": f"{number + 1}.png", "width": 60, "height": 40}
+            for number in range(images)
+        ],
+        "annotations": list(annotations),
+        "categories": [{"id": 3, "name": "cat"}, {"id": 9, "name": "dog"}],
+    }
+
+
+def box(left, top, width, height, score, image=1, category=3):
+    corners = [left, top, left + width, top, left + width, top + height, left, top + height]
+    return {
+        "image_id": image, "category_id": category, "bbox": [left, top, width, height],
+        "score": score, "segmentation": [[float(value) for value in corners]],
+    }  # fmt: skip
+
+
 TINY = replace(
     RECIPES["shapes"],
     channels=(16, 16, 16, 16),

@@ -176,3 +176,12 @@ def write_run(folder, seed=0, *, ce=True, layers=13, epochs=30, measured=True, w
         found = diagnosis(seed, layers=layers, ce=ce, name=name)
         (folder / "diagnosis.json").write_text(json.dumps(found))
     return folder
+
+
+def write_three_runs(root):
+    """The folders of plain, ce and ce_again, which was not measured."""
+    return [
+        write_run(root / "plain", 0, ce=False),
+        write_run(root / "ce", 1),
+        write_run(root / "ce_again", 2, measured=False, epochs=20),  # shorter: cells stay empty
+    ]

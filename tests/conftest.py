@@ -36,3 +36,11 @@ def few_files(files_folder):
     from cenet.train.data import image_folders
 
     return image_folders(files_folder, 16, resident=False)
+
+
+@pytest.fixture
+def few_drawn(monkeypatch):
+    """Six shapes to train on and three to test with."""
+    import cenet.detection.data
+
+    monkeypatch.setattr(cenet.detection.data, "SHAPES", (6, 3))

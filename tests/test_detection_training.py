@@ -297,6 +297,17 @@ def test_without_pycocotools_there_is_one_line(monkeypatch, tmp_path):
     [
         ("run.json", "[" * 100_000, "run.json cannot be read"),
         ("run.json", '{"command": "cenet detect train", "recipe": {}}', "is not of this version"),
+        (
+            "run.json",
+            json.dumps(
+                {
+                    "command": "cenet detect train",
+                    "recipe": TINY.as_dict(),
+                    "inputs": {"classes": ["a"], "mean": ["a"], "std": [1.0]},
+                }
+            ),
+            "classes are names, and mean and std are numbers",
+        ),
         ("metrics.jsonl", "[1]\n", "line 1 is not the row of an epoch"),
         ("metrics.jsonl", '{"epoch": "one"}\n', "line 1 is not the row of an epoch"),
     ],

@@ -1,4 +1,4 @@
-"""What a recipe of detection says is what happens: network, losses, inputs, chance, ranks, runs."""
+"""What a recipe of detection says is what happens: network, losses, runs, deployment."""
 
 import json
 import os
@@ -9,32 +9,21 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
-from torch import nn
-from torchvision.models.detection import FasterRCNN, MaskRCNN
+from torchvision.models.detection import FasterRCNN
 
 import cenet.detection as detection
-import cenet.detection.data as data_module
-import cenet.detection.loaders as loaders
 from _checks import assert_close
 from _detection import TINY, batch, few_shapes, small_detector
-from _distributed import run
 from _training import ALONE, assert_same_run, call, metrics
 from cenet import NormCE2d
-from cenet.detection.command import parse
-from cenet.detection.data import load, outline_mask, scenes
 from cenet.detection.engine import DetectionOptions, DetectionTrainer, build_detector
-from cenet.detection.evaluation import evaluate, predict, score
-from cenet.detection.loaders import sample, training_batches
-from cenet.detection.recipes import RECIPES
 from cenet.detection.run import DetectionJob, evaluate_run, load_detector, train
-from cenet.detection.shapes import draw_shapes
 from cenet.models import create_model
 from cenet.train.inputs import Inputs
-from cenet.train.loaders import Shard
-from cenet.train.processes import Processes
 
-CPU = torch.device("cpu")
 CHANNELS = (16, 24, 32, 48)
+
+
 INPUTS = Inputs(("cat", "dog"), (51.0, 102.0, 204.0), (25.5, 127.5, 255.0))
 
 
@@ -46,9 +35,6 @@ def classifier(path):
         model(torch.randn(4, 3, 64, 64))  # statistics
     save_file(dict(model.state_dict()), path)
     return model
-
-
-# the network
 
 
 def conv(name: str) -> bool:
@@ -107,9 +93,6 @@ def test_training_keeps_sizes_and_the_test_takes_the_last():
     assert kept == [(70, 90), (40, 120)]
     resized = network.eval().transform(images)[0].image_sizes
     assert resized == [(64, 82), (32, 96)]
-
-
-# losses
 
 
 def trainer(out, **changes):
@@ -171,246 +154,6 @@ def test_an_epoch_tells_the_mean_of_every_loss(detector, tmp_path):
     assert sums[0] / sums[-1] == pytest.approx(sum(expected.values()), rel=1e-5)
 
 
-# inputs
-
-
-def test_images_of_the_test_are_the_pictures():
-    data = few_shapes(2, 5).test
-    order = [3, 0, 4]
-    found = list(loaders.test_batches(data, order, 2, device=CPU, workers=0))
-    assert [chosen for chosen, _ in found] == [[3, 0], [4]]
-    images = [image for _, images in found for image in images]
-    for index, image in zip(order, images, strict=True):
-        assert torch.equal(image, data.pixels[index] / 255)
-        assert 0.5 < image.max() <= 1
-
-
-def stretch(old: int, new: int) -> torch.Tensor:
-    """Weights (new, old) of linear interpolation between the centres of pixels."""
-    places = ((torch.arange(new, dtype=torch.float64) + 0.5) * old / new - 0.5).clamp(0, old - 1)
-    distances = places[:, None] - torch.arange(old)
-    return (1 - distances.abs()).clamp_min(0)
-
-
-@pytest.mark.parametrize("size", [(40, 60), (70, 90), (24, 36), (33, 100)])
-def test_training_images_are_resized_linearly(size):
-    """As torchvision's detectors do it: centres of pixels, and no smoothing."""
-    image = torch.randint(256, (3, 40, 60), generator=torch.Generator().manual_seed(0))
-    data = scenes("one", coco(1), pixels=[image.to(torch.uint8)])
-    expected = stretch(40, size[0]) @ (image.double() / 255) @ stretch(60, size[1]).T
-    pixels, _ = sample(data, 0, size, flip=False, masks=True)
-    assert_close("pixels", pixels, expected, 1e-5)
-    pixels, _ = sample(data, 0, size, flip=True, masks=True)
-    assert_close("mirrored", pixels, expected.flip(2), 1e-5)
-
-
-# chance
-
-COUNT = 60
-
-
-def coco(count, width=60, height=40):
-    """Annotations of images with one square each."""
-    square = {"bbox": [5, 5, 10, 10], "segmentation": [[5, 5, 15, 5, 15, 15, 5, 15]], "area": 100}
-    sizes = {"width": width, "height": height}
-    return {
-        "images": [{"id": i, "file_name": f"{i}.png", **sizes} for i in range(count)],
-        "annotations": [{**square, "image_id": i, "category_id": 1} for i in range(count)],
-        "categories": [{"id": 1, "name": "square"}],
-    }
-
-
-@pytest.fixture(scope="module")
-def sided():
-    """Images whose left half has the colour of their number, and whose right half is white."""
-    pixels = []
-    for index in range(COUNT):
-        pixels.append(torch.full((3, 40, 60), index, dtype=torch.uint8))
-        pixels[-1][:, :, 30:] = 255
-    return scenes("sided", coco(COUNT), pixels=pixels)
-
-
-def seen(data, epoch, **changes):
-    """Number of every image of an epoch, with its shorter side and whether it was mirrored."""
-    recipe = replace(TINY, min_sizes=(32, 36, 40), detector="faster_rcnn", **changes)
-    shard = Shard(COUNT, 6)
-    found = {}
-    for images, _ in training_batches(
-        data, recipe, shard, epoch=epoch, start=0, device=CPU, workers=0
-    ):
-        for image in images:
-            left, right = (round(255 * float(image[0, 0, side])) for side in (0, -1))
-            found[min(left, right)] = (min(image.shape[1:]), left > right)
-    assert len(found) == COUNT
-    return found
-
-
-EPOCHS = [(seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
-
-
-def test_chance_depends_on_seed_and_epoch(sided):
-    first, again = ([seen(sided, epoch, seed=seed) for seed, epoch in EPOCHS] for _ in range(2))
-    assert [list(found.items()) for found in first] == [list(found.items()) for found in again]
-    for place, one in enumerate(first):
-        for other in first[:place]:
-            assert list(one) != list(other), "another order"
-            for what in (0, 1):  # sizes, mirrors
-                same = sum(one[i][what] == other[i][what] for i in range(COUNT))
-                assert same < 0.8 * COUNT
-
-
-def test_half_are_mirrored_and_all_sizes_come(sided):
-    found = [values for seed, epoch in EPOCHS for values in seen(sided, epoch, seed=seed).values()]
-    for size in (32, 36, 40):
-        flips = [flip for side, flip in found if side == size]
-        assert 0.2 < len(flips) / len(found) < 0.5
-        assert 0.3 < sum(flips) / len(flips) < 0.7
-
-
-def test_mirroring_can_be_left_away(sided):
-    assert parse(["shapes"]).recipe.flip
-    recipe = parse(["shapes", "--flip", "False"]).recipe
-    assert not recipe.flip
-    assert not any(flip for _, flip in seen(sided, 0, flip=recipe.flip).values())
-
-
-# evaluation over ranks
-
-
-class Oracle(nn.Module):
-    """Knows the truth of every image, and tells it with noise."""
-
-    def __init__(self, data):
-        super().__init__()
-        self.data = data
-        self.roi_heads = nn.Module()
-        self.roi_heads.mask_head = nn.Identity()
-
-    def forward(self, images):
-        return [self.found(image) for image in images]
-
-    def found(self, image):
-        known = [(p / 255).equal(image) for p in self.data.pixels]
-        index = known.index(True)
-        _, target = sample(self.data, index, image.shape[1:], flip=False, masks=True)
-        random = torch.Generator().manual_seed(index)
-        boxes = target["boxes"]
-        return {
-            "boxes": boxes + 2 * torch.randn(boxes.shape, generator=random),
-            "labels": target["labels"],
-            "scores": torch.rand(len(boxes), generator=random),
-            "masks": target["masks"][:, None].float().roll(3, -1),
-        }
-
-
-COUNTS = (7, 3, 1)
-
-
-def parts():
-    """Different numbers of images; the last leaves a second rank without any."""
-    return [few_shapes(2, count).test for count in COUNTS]
-
-
-def scores(rank, world):
-    return [evaluate(Oracle(part), part, Processes(rank, world, CPU)) for part in parts()]
-
-
-def test_ranks_evaluate_every_image_once():
-    expected = []
-    for part in parts():
-        indices = list(range(len(part.images)))
-        found = predict(Oracle(part), part, indices, device=CPU, workers=0)
-        expected.append(score(part.coco, found, ("box", "mask")))
-    assert all(0.1 < expected[0].numbers[f"{kind}_ap"] < 0.95 for kind in ("box", "mask"))
-    assert [scores(0, 1), *run(scores, 2, 2)] == [expected] * 3
-
-
-# shapes
-
-
-@pytest.fixture
-def _few(monkeypatch):
-    monkeypatch.setattr(data_module, "SHAPES", (6, 3))
-
-
-@pytest.mark.usefixtures("_few")
-def test_shapes_to_test_with_are_others():
-    split = load(TINY, None)
-    assert [len(part.images) for part in split] == [6, 3]
-    for image in split.test.pixels:
-        assert not any(image.equal(other) for other in split.train.pixels)
-
-
-# corners, and the share of the box that is covered
-KINDS = {"ellipse": (24, 3.1416 / 4), "rectangle": (4, 1.0), "triangle": (3, 0.5)}
-
-
-def test_shapes_have_the_names_of_what_is_drawn():
-    pixels, truth = draw_shapes(40, 0)
-    data = scenes("shapes", truth, pixels=pixels)
-    assert data.classes == tuple(KINDS)
-    for record, objects in zip(data.images, data.objects, strict=True):
-        for one in objects:
-            corners, share = KINDS[data.classes[data.labels[one["category_id"]] - 1]]
-            assert len(one["segmentation"][0]) == 2 * corners
-            size = record["height"], record["width"]
-            drawn = outline_mask(one["segmentation"], *size, (1.0, 1.0)).sum()
-            assert float(drawn) == pytest.approx(share * one["bbox"][2] * one["bbox"][3], rel=0.1)
-
-
-# recipes
-
-COCO = {
-    "detector": "mask_rcnn", "trainable_layers": 3, "channels": (64, 128, 256, 512), "small": False,
-    "dataset": "coco", "min_sizes": (800,), "max_size": 1333, "flip": True, "epochs": 24,
-    "batch_size": 2, "accumulate": 1, "lr": 0.02, "lr_batch": 16, "momentum": 0.9,
-    "weight_decay": 1e-4, "decay_norms": True, "schedule": "step", "milestones": (16, 22),
-    "gamma": 0.1, "warmup_epochs": 0.07, "clip_grad": 0.0, "precision": "float32",
-}  # fmt: skip
-ROWS = {
-    "resnet50_plain": ("resnet50", "frozen"),
-    "resnet50_ce": ("ceresnet50", "frozen"),
-    "resnet50_syncce": ("ceresnet50", "synchronized"),
-    "resnet101_plain": ("resnet101", "frozen"),
-    "resnet101_ce": ("ceresnet101", "frozen"),
-    "resnet101_syncce": ("ceresnet101", "synchronized"),
-}
-
-
-def test_there_are_six_recipes_for_coco():
-    assert {name for name, recipe in RECIPES.items() if recipe.dataset == "coco"} == {*ROWS}
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_recipes_for_coco_say_this(name):
-    recipe = RECIPES[name]
-    assert (recipe.backbone, recipe.setting) == ROWS[name]
-    assert {field: getattr(recipe, field) for field in COCO} == COCO
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "blocks", "layers"),
-    [
-        # CE at the stem and in all blocks but those of the last stage, or in the first seven
-        ("maskrcnn_ceresnet50_fpn", MaskRCNN, [3, 4, 6, 3], 14),
-        ("maskrcnn_ceresnet101_fpn", MaskRCNN, [3, 4, 23, 3], 8),
-        ("fasterrcnn_ceresnet50_fpn", FasterRCNN, [3, 4, 6, 3], 14),
-        ("fasterrcnn_ceresnet101_fpn", FasterRCNN, [3, 4, 23, 3], 8),
-    ],
-)
-def test_detectors_are_what_their_names_say(name, kind, blocks, layers):
-    with torch.device("meta"):
-        model = getattr(detection, name)(num_classes=5)
-    body = model.backbone.body
-    assert type(model) is kind
-    assert [len(body[f"layer{number}"]) for number in range(1, 5)] == blocks
-    assert sum(isinstance(module, NormCE2d) for module in body.modules()) == layers
-    assert model.roi_heads.box_predictor.cls_score.out_features == 5
-
-
-# runs
-
-
 def write_coco(folder, data, **renamed):
     """Images as files, to train and test on, with other names for some classes."""
     (folder / "images").mkdir(parents=True)
@@ -464,7 +207,7 @@ def test_a_run_is_not_evaluated_on_other_classes(trained, tmp_path):
         evaluate_run(run, other, "cpu")
 
 
-@pytest.mark.usefixtures("_few")
+@pytest.mark.usefixtures("few_drawn")
 def test_an_interrupt_of_the_command_saves_and_resumes(tmp_path, monkeypatch, capsys):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     fields = ("--epochs", "1", "--batch-size", "2", "--channels", "16", "16", "16", "16",
@@ -487,9 +230,6 @@ def test_an_interrupt_of_the_command_saves_and_resumes(tmp_path, monkeypatch, ca
     call(monkeypatch, *command, str(cut))
     assert "resuming from step-000000002.safetensors: epoch 1, step 2" in capsys.readouterr().out
     assert_same_run(whole, cut)
-
-
-# deploy
 
 
 def test_folding_leaves_the_network_as_it_was():

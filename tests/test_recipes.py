@@ -1,11 +1,5 @@
-"""Recipes against Appendix E of the paper; their data, order and augmentation."""
+"""Recipes against Appendix E of the paper, and their data."""
 
-import multiprocessing
-import os
-import re
-import signal
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy
@@ -17,8 +11,6 @@ from torch import nn
 from cenet.models import create_model
 from cenet.train import RECIPES, Recipe, find_recipe
 from cenet.train.data import (
-    Files,
-    Resident,
     corrupt,
     digits,
     image_folders,
@@ -26,16 +18,7 @@ from cenet.train.data import (
     read_image,
 )
 from cenet.train.inputs import inputs_of
-from cenet.train.loaders import (
-    FilesLoader,
-    ResidentLoader,
-    Shard,
-    epoch_order,
-    evaluation_batches,
-)
 from cenet.train.setup import build_loss, build_network, build_optimizer, build_schedule
-
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -155,228 +138,6 @@ def test_label_corruption_is_even():
     moves = (wrong - labels) % 10
     assert (moves[:4500] > 0).sum() == pytest.approx(2250, abs=150)  # five deviations
     assert moves.bincount(minlength=10)[1:].tolist() == pytest.approx([500] * 9, abs=105)
-
-
-def test_processes_share_every_step_and_epochs_differ():
-    order = epoch_order(103, seed=1, epoch=0)
-    assert order.sort().values.tolist() == list(range(103))
-    assert not torch.equal(order, epoch_order(103, seed=1, epoch=1))
-    whole = Shard(103, 12)
-    parts = [Shard(103, 4, rank=rank, world=3) for rank in range(3)]
-    assert whole.steps == parts[0].steps == 8
-    for step in range(8):
-        joined = torch.cat([order[part.places(step)] for part in parts])
-        assert torch.equal(joined, order[whole.places(step)])
-    with pytest.raises(ValueError, match="do not fill one step of 64 images in each of 2"):
-        Shard(103, 64, world=2)
-
-
-def resident(n=40, size=10):
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randint(256, (n, 3, size, size), dtype=torch.uint8, generator=generator)
-    return Resident(images, torch.arange(n) % 4, ("a", "b", "c", "d"))
-
-
-def cropping_loader(data, *, channels_last):
-    return ResidentLoader(
-        data, inputs_of(data), Shard(40, 8), augment="crop_flip", seed=0, device=CPU,
-        channels_last=channels_last,
-    )  # fmt: skip
-
-
-def test_crops_and_flips_on_the_device():
-    """Every image of an epoch is a crop of its padded original, flipped or not; all kinds occur."""
-    data = resident()
-    loader = cropping_loader(data, channels_last=False)
-    mean, std = inputs_of(data).statistics(CPU)
-    expected = data.images.double()
-    torch.testing.assert_close(mean.double(), expected.mean((0, 2, 3)), rtol=1e-6, atol=0)
-    torch.testing.assert_close(
-        std.double(), expected.transpose(0, 1).flatten(1).std(1, correction=0), rtol=1e-6, atol=0
-    )
-    order = epoch_order(40, 0, 0)
-    padded = nn.functional.pad(data.images, (4, 4, 4, 4)).float()
-    kinds = set()
-    for step, (images, labels) in enumerate(loader.epoch(0)):
-        assert images.is_contiguous()
-        for place, (image, label) in enumerate(zip(images, labels, strict=True)):
-            index = order[step * 8 + place]
-            assert label == data.labels[index]
-            raw = (image * std[:, None, None] + mean[:, None, None]).round()
-            matches = [
-                (top, left, flip)
-                for top in range(9)
-                for left in range(9)
-                for flip in (False, True)
-                if torch.equal(
-                    padded[index, :, top : top + 10, left : left + 10],
-                    raw.flip(2) if flip else raw,
-                )
-            ]
-            assert matches
-            kinds.add(matches[0])
-    tops, lefts, flips = (set(values) for values in zip(*kinds, strict=True))
-    assert flips == {False, True}
-    assert len(tops) > 4
-    assert len(lefts) > 4
-    assert len(kinds) > 20  # of 40 images: each has its own
-    assert not torch.equal(loader._moves(0), loader._moves(1))
-
-
-def batches_equal(first, second):
-    pairs = list(zip(first, second, strict=True))
-    assert pairs
-    return all(torch.equal(a, c) and torch.equal(b, d) for (a, b), (c, d) in pairs)
-
-
-def test_an_epoch_can_begin_anywhere():
-    data = resident()
-    loader = cropping_loader(data, channels_last=True)
-    whole = list(loader.epoch(3))
-    assert batches_equal(whole[2:], loader.epoch(3, start=2))
-    assert not torch.equal(whole[0][0], next(loader.epoch(4))[0])
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Images of three sizes in four classes."""
-    root = tmp_path_factory.mktemp("images")
-    data = resident(24, 40)
-    for part, places in (("train", range(16)), ("val", range(16, 24))):
-        for i in places:
-            path = root / part / data.classes[int(data.labels[i])] / f"{i}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            size = (40, 36, 44)[i % 3]
-            image = Image.fromarray(data.images[i].permute(1, 2, 0).numpy())
-            image.resize((size, 40)).save(path)
-    return root
-
-
-@pytest.mark.parametrize("augment", ["imagenet", "crop_flip", "none"])
-def test_files_do_not_depend_on_workers_or_on_where_an_epoch_begins(folder, augment):
-    files = image_folders(folder, 32, resident=True).train
-    assert isinstance(files, Files)
-
-    def loader(workers):
-        return FilesLoader(
-            files, inputs_of(files), Shard(16, 4), augment=augment, size=32, seed=5, device=CPU,
-            channels_last=True, workers=workers,
-        )  # fmt: skip
-
-    before = torch.get_rng_state()
-    alone = list(loader(0).epoch(1))
-    assert torch.equal(before, torch.get_rng_state())
-    assert batches_equal(alone, loader(2).epoch(1))
-    assert batches_equal(alone[1:], loader(2).epoch(1, start=1))
-    assert alone[0][0].shape == (4, 3, 32, 32)
-    if augment != "none":
-        shown = {round(float(images.sum()), 3) for images, _ in alone}
-        assert shown.isdisjoint(round(float(images.sum()), 3) for images, _ in loader(0).epoch(2))
-
-
-def test_workers_leave_signals_to_the_run(folder):
-    """A signal to the whole group must not take them away before the run has saved."""
-    files = image_folders(folder, 32, resident=True).train
-    loader = FilesLoader(
-        files, inputs_of(files), Shard(16, 1), augment="none", size=32, seed=0, device=CPU,
-        channels_last=False, workers=1,
-    )  # fmt: skip
-    batches = loader.epoch(0)
-    next(batches)
-    (worker,) = multiprocessing.active_children()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        os.kill(worker.pid, number)
-    assert len(list(batches)) == 15
-
-
-@pytest.mark.parametrize(
-    ("fails", "message"),
-    [
-        ("raise ValueError('it is truncated')", r"it is truncated\n"),
-        ("index or os._exit(1)", r"a process that reads images has died \(.*by --workers\n"),
-    ],
-)
-def test_workers_end_with_a_run_that_fails(fails, message):
-    """Deaf to signals, they once outlived it, and Python waited for them."""
-    script = (
-        "import os\n"
-        "from cenet.train.loaders import loaded\n"
-        "class Damaged:\n"
-        "    def __getitem__(self, index):\n"
-        f"        {fails}\n"
-        "try:\n"
-        "    list(loaded(Damaged(), [[0], [1], [2]], workers=2, seed=0))\n"
-        "except ValueError as error:\n"
-        "    raise SystemExit(str(error)) from error\n"
-    )
-    found = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
-    )
-    assert found.returncode == 1
-    assert re.fullmatch(message, found.stderr)
-
-
-def gradient(path, size):
-    """An image that grows from left to right and from top to bottom, in a file."""
-    ramp = torch.arange(size, dtype=torch.uint8)
-    image = torch.stack([ramp.expand(size, size), ramp[:, None].expand(size, size)])
-    image = torch.cat([image, image[:1] + image[1:]])
-    Image.fromarray(image.permute(1, 2, 0).contiguous().numpy()).save(path)
-    return image
-
-
-def raw(images):
-    """Pixels before ImageNet's normalization."""
-    mean = torch.tensor([0.485, 0.456, 0.406])[:, None, None]
-    std = torch.tensor([0.229, 0.224, 0.225])[:, None, None]
-    return ((images * std + mean) * 255).round().to(torch.uint8)
-
-
-@pytest.mark.parametrize("augment", ["imagenet", "crop_flip", "none"])
-def test_what_happens_to_an_image_file(tmp_path, augment):
-    """One file, 32 times: every copy and every epoch has its own chance."""
-    image = gradient(tmp_path / "x.png", 32)
-    files = Files([tmp_path / "x.png"] * 32, torch.zeros(32, dtype=torch.long), ("a",))
-    loader = FilesLoader(
-        files, inputs_of(files), Shard(32, 32), augment=augment, size=32, seed=0, device=CPU,
-        channels_last=False, workers=0,
-    )  # fmt: skip
-    first, second = (raw(next(loader.epoch(epoch))[0]) for epoch in range(2))
-    kinds = [{copy.numpy().tobytes() for copy in epoch} for epoch in (first, second)]
-    if augment == "none":
-        assert torch.equal(first, image.expand_as(first))
-        return
-    assert len(kinds[0]) > 16
-    assert len(kinds[0] & kinds[1]) < 8
-    turned = {bool(copy[0, 16, 8] > copy[0, 16, 24]) for copy in first}
-    assert turned == {False, True}
-    if augment == "crop_flip":
-        padded = nn.functional.pad(image, (4, 4, 4, 4))
-        crops = [padded[:, i : i + 32, j : j + 32] for i in range(9) for j in range(9)]
-        crops = {crop.numpy().tobytes() for c in crops for crop in (c.contiguous(), c.flip(2))}
-        assert kinds[0] <= crops
-
-
-def test_test_images_are_cropped_in_their_middle(tmp_path):
-    image = gradient(tmp_path / "x.png", 32)
-    files = Files([tmp_path / "x.png"], torch.zeros(1, dtype=torch.long), ("a",))
-    ((found, _),) = evaluation_batches(
-        files, inputs_of(files), size=28, batch=1, device=CPU, channels_last=False
-    )
-    assert torch.equal(raw(found)[0], image[:, 2:30, 2:30])
-
-
-def test_test_images_are_seen_once_over_all_processes(folder):
-    split = image_folders(folder, 32, resident=True)
-    for data in (split.test, resident(23)):
-        seen = []
-        for rank in range(3):
-            batches = evaluation_batches(
-                data, inputs_of(data), size=32, batch=2, device=CPU,
-                channels_last=False, rank=rank, world=3,
-            )  # fmt: skip
-            seen += [label for _, labels in batches for label in labels.tolist()]
-        assert sorted(seen) == sorted(data.labels.tolist())
 
 
 def test_folders_in_memory_and_what_is_wrong_with_them(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 
 import cenet.report.channels as channels
 from _pages import HOSTILE, Reader, figures, sections
-from _runs import diagnosis, metrics, write_run
+from _runs import diagnosis, metrics, write_run, write_three_runs
 from cenet.analysis.diagnosis import Diagnosis
 from cenet.report import write_diagnosis_page, write_page
 from cenet.report.sources import from_diagnosis, read_sources
@@ -23,10 +23,7 @@ from cenet.report.writing import build_page
 def folder(tmp_path_factory):
     """Three runs, and their page."""
     root = tmp_path_factory.mktemp("runs")
-    write_run(root / "plain", 0, ce=False)
-    write_run(root / "ce", 1)
-    write_run(root / "ce_again", 2, measured=False, epochs=20)  # shorter: cells stay empty
-    write_page([root / "plain", root / "ce", root / "ce_again"], root / "page.html")
+    write_page(write_three_runs(root), root / "page.html")
     return root
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from _pages import HOSTILE, Reader, figures
-from _runs import diagnosis, write_run
+from _runs import diagnosis, write_run, write_three_runs
 from cenet.cli import report
 from cenet.report import write_diagnosis_page, write_page
 from cenet.report.colours import DARK, LIGHT, RAMP, ramp
@@ -25,10 +25,7 @@ from cenet.report.writing import build_page
 def folder(tmp_path_factory):
     """Three runs, and their page."""
     root = tmp_path_factory.mktemp("runs")
-    write_run(root / "plain", 0, ce=False)
-    write_run(root / "ce", 1)
-    write_run(root / "ce_again", 2, measured=False, epochs=20)  # shorter: cells stay empty
-    write_page([root / "plain", root / "ce", root / "ce_again"], root / "page.html")
+    write_page(write_three_runs(root), root / "page.html")
     return root
 
 

@@ -4,11 +4,12 @@ What happens to an image in an epoch depends on nothing else either: not on the 
 processes, and not on where a run was interrupted.
 """
 
+import multiprocessing
 import signal
 from collections.abc import Iterator
 from functools import partial
 from hashlib import sha256
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -250,23 +251,42 @@ def loaded(
         # else it draws from the global one, and a resumed run would go on differently
         generator=torch.Generator().manual_seed(seed),
     )
-    found = iter(loader)
+    found = _started(loader)
     try:
         yield from found
     except ValueError as error:  # a worker's comes with its traceback as text
         reason = str(error).strip().splitlines()[-1].removeprefix("ValueError: ")
         raise ValueError(reason) from error
     except RuntimeError as error:
-        if not str(error).startswith("DataLoader worker"):
-            raise
-        raise ValueError(
-            f"a process that reads images has died ({error}); is there enough memory? Use fewer "
-            "by --workers"
-        ) from error
+        _explain(error)
     finally:
-        # they are deaf to the signal by which Python ends them when it exits
         if workers:
             found._shutdown_workers()
+            # they are deaf to the signal by which Python would end them, and one that has died may
+            # have taken with it what the others wait for
+            for worker in found._workers:
+                worker.kill()
+
+
+def _started(loader: Any) -> Any:
+    """An iterator whose workers run; one may die while the others are still being started."""
+    before = set(multiprocessing.active_children())
+    try:
+        return iter(loader)
+    except RuntimeError as error:
+        for worker in set(multiprocessing.active_children()) - before:
+            worker.kill()
+        _explain(error)
+
+
+def _explain(error: RuntimeError) -> NoReturn:
+    """Raise the death of a worker in words that help; any other error as it is."""
+    if not str(error).startswith("DataLoader worker"):
+        raise error
+    raise ValueError(
+        f"a process that reads images has died ({error}); is there enough memory? Use fewer by "
+        "--workers"
+    ) from error
 
 
 def _leave_signals_to_the_run(_worker: int) -> None:

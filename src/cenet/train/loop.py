@@ -283,6 +283,7 @@ class Loop(ABC):
             "seconds": seconds,
             "images_per_second": sums[-1] / seconds,
         }
+        self.narrator.note("")
         position.epoch, position.step, position.seconds = position.epoch + 1, 0, 0.0
         position.sums.zero_()
         if self.processes.is_first:
