@@ -45,6 +45,7 @@ from cenet.kernels.statistics import (
     Statistics,
     chunk_constants,
     chunk_parts,
+    gram_rows,
     group_channels,
     group_constants,
     load_rows,
@@ -80,6 +81,7 @@ def _collect(
     C,
     G,
     splits,
+    together,
     chunks,
     SP: tl.constexpr,
     K: tl.constexpr,
@@ -102,13 +104,12 @@ def _collect(
         tl.store(sums_ptr + 2 * one, tl.sum(grad_c * w, 0), mask=valid)
         tl.store(sums_ptr + 3 * one, tl.sum(grad_d * w, 0), mask=valid)
     if grad_P_ptr is not None:
-        first = chunk * SAMPLES * splits
-        last = tl.minimum(first + SAMPLES * splits, N * splits)
+        first, last = gram_rows(chunk, N * splits, SAMPLES * splits, together)
         gram = sum_of_grams(grad_P_ptr, group, first, last, C, G, K, KP, BR)
         store_gram(P_sums_ptr, chunk, group, G, place, gram, K)
 
 
-@triton.jit(do_not_specialize=["N", "G", "splits", "chunks", "columns", "depths"])
+@triton.jit(do_not_specialize=["N", "G", "splits", "together", "chunks", "columns", "depths"])
 def _first_kernel(
     grad_P_ptr,  # (N·splits, G, K, K), or None
     grad_d_ptr,  # (N·splits, C)
@@ -129,6 +130,7 @@ def _first_kernel(
     H,
     G,
     splits,
+    together,
     chunks,
     columns,
     depths,
@@ -146,7 +148,7 @@ def _first_kernel(
     if program < G * chunks:
         _collect(
             program % G, program // G, grad_P_ptr, grad_d_ptr, grad_c_ptr, w_ptr, P_sums_ptr,
-            sums_ptr, N, C, G, splits, chunks, SP, K, KP, BN, BR,
+            sums_ptr, N, C, G, splits, together, chunks, SP, K, KP, BN, BR,
         )  # fmt: skip
     if gate_ptr is not None:
         if program >= G * chunks:
@@ -467,7 +469,7 @@ def between_backward(
         _first_kernel, (groups * chunks + rows * columns * depths,),
         sums.P, sums.d, sums.c, mapping.w, P_sums, chunk_sums, found.values,
         state and state.gates[0], gate and gate.w2, state and state.inv_std, mix_logit, blend,
-        grad_logit, grad_hidden, n, channels, units, groups, sums.splits, chunks, columns, depths,
+        grad_logit, grad_hidden, n, channels, units, groups, sums.splits, sums.samples, chunks, columns, depths,
         span_of(channels), **cut,
     )  # fmt: skip
 
@@ -498,7 +500,8 @@ def between_backward(
             P_sums, chunk_sums, found.values, found.matrices, found.iterates, mix_logit, blend, Q,
             pooled_offset, affine, scalars, *given, *(back or (None,) * 5), n, channels, pixels,
             units, groups, windows, chunks, sums.splits, columns, STEPS=steps, DEPTHS=depths,
-            WHOLE=units <= MOST_DEPTH, **{f"GATE_{name}": size for name, size in wide.items()},
+            WHOLE=units <= MOST_DEPTH, num_stages=1,
+            **{f"GATE_{name}": size for name, size in wide.items()},
             **{**constants, "num_warps": warps},
         )  # fmt: skip
 

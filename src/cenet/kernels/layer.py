@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cenet.kernels import mix, mix_backward
+from cenet.kernels import few_pixels, mix, mix_backward
 from cenet.kernels.between import between
 from cenet.kernels.between_backward import between_backward
 from cenet.kernels.gate import (
@@ -79,7 +79,11 @@ def forward(
     chunks = None
     if BATCH in mode or mode.ir != ABSENT:
         gram = mode.bd == BATCH
-        parts = measure(x, settings.group_size, gram=gram, pool=settings.pool, weight=block.weight)
+        if _has_few_pixels(x, settings):
+            parts = few_pixels.measure(x, settings.group_size, gram=gram)
+        else:
+            pool = settings.pool
+            parts = measure(x, settings.group_size, gram=gram, pool=pool, weight=block.weight)
         chunks = condense(
             parts, found.instances, height * width, high * wide,
             ceil_div(high, parts.splits) * wide, settings.group_size,
@@ -109,7 +113,8 @@ def forward(
         )
     saved = Saved(found, gate)
     mapping = _map(saved, block, settings, x.shape)
-    return mix.forward(x, mapping, None if residual is None else like(residual, x)), saved
+    passes = few_pixels if _has_few_pixels(x, settings) else mix
+    return passes.forward(x, mapping, None if residual is None else like(residual, x)), saved
 
 
 def backward(
@@ -125,7 +130,8 @@ def backward(
     grad = like(grad, x)
     mode, found, gate = settings.mode, saved.found, saved.gate
     mapping = _map(saved, block, settings, x.shape)
-    sums = mix_backward.reduce(x, grad, mapping, y)
+    few = _has_few_pixels(x, settings)
+    sums = (few_pixels if few else mix_backward).reduce(x, grad, mapping, y)
     small = between_backward(
         sums,
         x.shape,
@@ -141,7 +147,11 @@ def backward(
     )
     grad = grad if sums.masked is None else sums.masked
     masked = sums.masked is not None
-    dx = mix_backward.backward(x, grad, mapping, small.through, pool=settings.pool, masked=masked)
+    if few:
+        dx = few_pixels.backward(x, grad, mapping, small.through, masked=masked)
+    else:
+        pool = settings.pool
+        dx = mix_backward.backward(x, grad, mapping, small.through, pool=pool, masked=masked)
     return Gradients(dx, grad, *small[1:])
 
 
@@ -162,11 +172,16 @@ def folded(
     """
     x = dense(x)
     group_size = 16 if matrix is None else matrix.shape[-1]
-    parts = measure(x, group_size, gram=False, most_splits=FOLDED_SPLITS)
+    few = few_pixels.has_few_pixels(x)
+    if few:
+        parts = few_pixels.measure(x, group_size, gram=False)
+    else:
+        parts = measure(x, group_size, gram=False, most_splits=FOLDED_SPLITS)
     w = folded_gate(parts, x.shape[2] * x.shape[3], gate, inv_std, share, offset)
     name, slope = act
     mapping = mix.Map(values, matrix, w, group_size, name, slope)
-    return mix.forward(x, mapping, None if residual is None else like(residual, x))
+    passes = few_pixels if few else mix
+    return passes.forward(x, mapping, None if residual is None else like(residual, x))
 
 
 def dense(x: Tensor) -> Tensor:
@@ -178,6 +193,10 @@ def like(tensor: Tensor, x: Tensor) -> Tensor:
     """`tensor` in the dtype and layout of x."""
     layout = torch.channels_last if is_channels_last(x) else torch.contiguous_format
     return tensor.to(x.dtype).contiguous(memory_format=layout)
+
+
+def _has_few_pixels(x: Tensor, settings: Settings) -> bool:
+    return settings.pool == 1 and few_pixels.has_few_pixels(x)
 
 
 def _map(saved: Saved, block: Block, settings: Settings, shape: torch.Size) -> mix.Map:

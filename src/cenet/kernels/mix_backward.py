@@ -69,6 +69,7 @@ class Sums(NamedTuple):
     c: Tensor  # (N·splits, C)
     splits: int
     masked: Tensor | None  # (N, C, H, W), g
+    samples: int = 1  # that share a row of P
 
 
 class StatisticsGradient(NamedTuple):

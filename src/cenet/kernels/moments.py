@@ -50,6 +50,7 @@ class Parts(NamedTuple):
     pooled_rest: Tensor | None  # (N·splits, C), of the pooled x
     splits: int
     split_pixels: int
+    samples: int = 1  # that share a Gram matrix
 
 
 @triton.jit

@@ -98,6 +98,13 @@ def chunk_parts(chunk, N, splits, samples, SP: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
+def gram_rows(chunk, parts, chunk_size, together):
+    """First and last row of the Gram matrices of a chunk: one for every so many parts."""
+    first = chunk * chunk_size // together
+    return first, tl.minimum(first + chunk_size // together, tl.cdiv(parts, together))
+
+
+@triton.jit
 def chunk_samples(chunk, N, samples):
     """Samples in a chunk; 0 in one that does not exist."""
     return tl.maximum(tl.minimum(samples, N - chunk * samples), 0).to(tl.float32)
@@ -136,7 +143,11 @@ def sample_moments(
     return mean, tl.sum(tl.reshape(square, shape), 1) / L
 
 
-@triton.jit(do_not_specialize=["N", "L", "G", "splits", "split_pixels", "windows", "split_windows"])
+@triton.jit(
+    do_not_specialize=[
+        *("N", "L", "G", "splits", "split_pixels", "together", "windows", "split_windows")
+    ]
+)
 def _condense_kernel(
     pivot_ptr,  # (N·splits, C)
     rest_ptr,  # (N·splits, C)
@@ -155,6 +166,7 @@ def _condense_kernel(
     G,
     splits,
     split_pixels,
+    together,
     windows,
     split_windows,
     SP: tl.constexpr,
@@ -187,8 +199,7 @@ def _condense_kernel(
         tl.store(instances_ptr + tl.cast(N, tl.int64) * C + offsets, spread, mask=in_batch)
         tl.store(spread_out_ptr + here, tl.sum(spread, 0), mask=valid)
     if gram_ptr is not None:
-        first = chunk * SAMPLES * splits
-        last = tl.minimum(first + SAMPLES * splits, parts)
+        first, last = gram_rows(chunk, parts, SAMPLES * splits, together)
         gram = sum_of_grams(gram_ptr, group, first, last, C, G, K, KP, BR)
         if pooled_rest_ptr is not None:
             _, centered, _, mean, weight = _centered(
@@ -236,7 +247,7 @@ def condense(
         _condense_kernel, (groups * count,),
         parts.pivot, parts.rest, parts.square, parts.pooled_rest, parts.gram, found.mean,
         found.square, found.spread, instances, pooled, gram, n, channels, pixels, groups,
-        parts.splits, parts.split_pixels, windows, split_windows, **cut,
+        parts.splits, parts.split_pixels, parts.samples, windows, split_windows, **cut,
     )  # fmt: skip
     return found
 
