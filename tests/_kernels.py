@@ -19,10 +19,12 @@ from _checks import RTOL, assert_close
 from _reference import Block, Parameters, activate, decorrelate, normalize, reweight
 from cenet import ops
 from cenet.kernels import layer
-from cenet.kernels.gate import FOLDED_SPLITS, GateWeights, folded_gate
+from cenet.kernels.folded_gate import SPLITS, folded_gate
+from cenet.kernels.gate import GateWeights
 from cenet.kernels.modes import Mode
 from cenet.kernels.moments import measure
-from cenet.kernels.running import average_
+from cenet.kernels.running import Averages, average_
+from cenet.kernels.state import Saved, unpack
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="triton compiles here")
@@ -212,18 +214,24 @@ class Kernels:
         self.case = case
         self.x, self.residual = reference.x, reference.residual
 
-    def forward(self) -> tuple[Tensor, layer.Saved]:
+    def forward(self) -> tuple[Tensor, Tensor]:
         with poisoned():
             return layer.forward(self.x, self.residual, self.block, self.settings)
 
-    def backward(self, upstream: Tensor, y: Tensor, saved: layer.Saved) -> dict[str, Tensor]:
+    def saved(self, state: Tensor) -> Saved:
+        return unpack(state, layer.shape_of(self.x, self.block, self.settings))
+
+    def backward(self, upstream: Tensor, y: Tensor, state: Tensor) -> dict[str, Tensor]:
         needed = y if self.case.residual and self.case.act != "none" else None
         with poisoned():
-            grads = layer.backward(upstream, self.x, needed, self.block, self.settings, saved)
-        flat = {"x": grads.x, "residual": grads.residual, "gamma": grads.weight}
-        flat |= {"beta": grads.bias, "mix_logit": grads.mix_logit, "blend": grads.blend}
-        flat |= dict(zip(GATE, grads.gate or (None,) * 4, strict=True))
-        return {name: grad for name, grad in flat.items() if grad is not None}
+            grads = layer.backward(upstream, self.x, needed, self.block, self.settings, state)
+        block = self.block
+        names = ["gamma", "beta", *(GATE if block.gate else ())]
+        names += [n for n in ("mix_logit", "blend") if getattr(block, n) is not None]
+        shapes = layer.small_shapes(block, self.x.shape[1])
+        parts = grads.small.split([math.prod(shape) for shape in shapes])
+        small = {n: p.view(s) for n, p, s in zip(names, parts, shapes, strict=True)}
+        return {"x": grads.x, "residual": grads.residual, **small}
 
 
 @contextmanager
@@ -266,7 +274,7 @@ def check(case: Launch, rtol: float | None = None) -> None:
     rtol = tolerance(case) if rtol is None else rtol
     reference = Reference(case)
     kernels = Kernels(reference)
-    y, saved = kernels.forward()
+    y, state = kernels.forward()
     exact = activate(reference.before, case.act, reference.before > 0)
     assert_close("y", y, exact, rtol)
     # rounding flips signs near zero: gradients are compared on the tested mask
@@ -275,7 +283,7 @@ def check(case: Launch, rtol: float | None = None) -> None:
         size = reference.before.square().mean().sqrt()
         assert (reference.before[flipped].abs() <= 10 * rtol * size).all()
     upstream = upstream_of(y)
-    grads = kernels.backward(upstream, y, saved)
+    grads = kernels.backward(upstream, y, state)
     expected = reference.differentiate(y > 0, upstream)
     assert y.dtype == grads["x"].dtype == case.dtype
     for tensor in (y, grads["x"]):
@@ -286,7 +294,7 @@ def check(case: Launch, rtol: float | None = None) -> None:
         assert_close(f"gradient of {name}", grads.get(name), value, rtol)
 
 
-def measured(saved: layer.Saved) -> tuple[Tensor, Tensor, Tensor]:
+def measured(saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
     """Instance mean and variance (N, C), covariance (G, K, K) of a launch without a norm."""
     found = saved.found
     origin = found.values[8] + found.values[0]
@@ -302,18 +310,17 @@ def run_average_(
     momenta: Sequence[float | None],
 ) -> None:
     """The kernel's running averages, for batch values of norm (mean, biased var), BD and IR."""
-    values = torch.zeros(8, len(batch["mean"]), device=batch["mean"].device)
+    values = torch.zeros(10, len(batch["mean"]), device=batch["mean"].device)
     values[0], values[5] = batch["mean"], batch["var"]
     numbers = [-1.0 if momentum is None else momentum for momentum in momenta]
-    average_(
-        norm, bd, ir, values, batch["inv_sqrt"], batch["inv_std"], count / (count - 1), numbers
-    )
+    averages = Averages(*norm, *bd, *ir, tuple(numbers))
+    average_(averages, values, batch["inv_sqrt"], batch["inv_std"], count)
 
 
 @cache
 def register_on_cpu() -> torch.library.Library:
     library = torch.library.Library("cenet", "IMPL")
-    for name in ("norm_ce", "norm_ce_backward", "average_", "folded_ce"):
+    for name in ("norm_ce", "norm_ce_backward", "folded_ce"):
         library.impl(name, getattr(ops, f"_{name}"), "CPU")
     return library
 
@@ -334,7 +341,7 @@ def folded_weights(
 ) -> tuple[Tensor, int]:
     """w_n of a folded layer, and into how many parts a sample was split for it."""
     with kernels_on(x.device.type):
-        parts = measure(x, 16, gram=False, most_splits=FOLDED_SPLITS)
+        parts = measure(x, 16, gram=False, most_splits=SPLITS)
         pixels = x.shape[2] * x.shape[3]
         w = folded_gate(parts, pixels, GateWeights(*gate), inv_std, share, offset)
     return w, parts.splits

@@ -189,10 +189,10 @@ def test_input_that_is_not_aligned(dtype, channels_last):
         shifted = torch.cat([stored.new_zeros(1), stored])[1:]
         kernels.x = shifted.view(n, h, w, c).permute(0, 3, 1, 2)
     assert kernels.x.data_ptr() % 16
-    y, saved = kernels.forward()
+    y, state = kernels.forward()
     expected, _ = Kernels(reference).forward()
     assert_close("y", y, expected.double(), RTOL[dtype])
-    dx = kernels.backward(upstream_of(y), y, saved)["x"]
+    dx = kernels.backward(upstream_of(y), y, state)["x"]
     assert dx.isfinite().all()
 
 
@@ -218,7 +218,8 @@ def test_moments_survive_sample_means_a_thousand_deviations_apart(layer, device)
 def test_instance_moments_do_not_see_rounding(dtype, device):
     case = BASE.but(norm="none", dtype=dtype, height=24, width=25, device=device)
     reference = Reference(case)
-    mean, var, _ = measured(Kernels(reference).forward()[1])
+    kernels = Kernels(reference)
+    mean, var, _ = measured(kernels.saved(kernels.forward()[1]))
     x = reference.x.double()
     assert_close("mean", mean, x.mean((2, 3)), 1e-6)
     assert_close("var", var, x.var((2, 3), correction=0), 2e-6)
@@ -226,7 +227,8 @@ def test_instance_moments_do_not_see_rounding(dtype, device):
 
 def assert_moments(case):
     reference = Reference(case)
-    mean, var, cov = measured(Kernels(reference).forward()[1])
+    kernels = Kernels(reference)
+    mean, var, cov = measured(kernels.saved(kernels.forward()[1]))
     x = reference.x.double()
     assert_close("mean", mean, x.mean((2, 3)), 1e-6)
     assert_close("var", var, x.var((2, 3), correction=0), 2e-6)
@@ -260,9 +262,9 @@ def test_gradient_under_an_upstream_gradient_with_a_mean(layer, device, dtype):
     case = BASE.but(n=8, channels=64, height=7, act="none", affine=False, layer=layer)
     reference = Reference(case.but(dtype=dtype, device=device))
     kernels = Kernels(reference)
-    y, saved = kernels.forward()
+    y, state = kernels.forward()
     upstream = upstream_of(torch.full_like(y, 10))
-    grads = kernels.backward(upstream, y, saved)
+    grads = kernels.backward(upstream, y, state)
     expected = reference.differentiate(y > 0, upstream)
     assert_close("gradient of x", grads["x"], expected["x"], RTOL[dtype])
 
@@ -279,8 +281,8 @@ def test_the_largest_float16_values_stay_finite(layout, pool, device):
     # the difference of two of them is no float16, and a channel may be constant
     kernels.x = torch.where(reference.x > 0, 6e4, -6e4).to(reference.x)
     kernels.x[:, 3] = 6e4
-    y, saved = kernels.forward()
-    grads = kernels.backward(upstream_of(y), y, saved)
+    y, state = kernels.forward()
+    grads = kernels.backward(upstream_of(y), y, state)
     assert all(tensor.isfinite().all() for tensor in (y, *grads.values()))
 
 
@@ -298,8 +300,8 @@ def test_repeats_are_equal_bit_for_bit(case, device):
     kernels = Kernels(Reference(case.but(device=device)))
 
     def results():
-        y, saved = kernels.forward()
-        return [y, *kernels.backward(upstream_of(y), y, saved).values()]
+        y, state = kernels.forward()
+        return [y, *kernels.backward(upstream_of(y), y, state).values()]
 
     first = results()
     for _ in range(19 if device == "cuda" else 2):

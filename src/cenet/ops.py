@@ -1,8 +1,7 @@
 """`torch.library` operators around the kernels, and their gradients, fakes and FLOP counts.
 
-    cenet::norm_ce             norm → CE → activation, with its statistics
+    cenet::norm_ce             norm → CE → activation; moves running averages in place
     cenet::norm_ce_backward    its gradients
-    cenet::average_            the running averages of a training step, in place
     cenet::folded_ce           CE in deployment, without gradients
 
 The operators take CUDA tensors. Everything else (CPU, float64, export, second derivatives) is the
@@ -11,7 +10,8 @@ business of `functional`; `backend` chooses.
 Arguments of norm_ce: x (N, C, H, W); the residual added before the activation; γ and β of the norm;
 statistics, where `mode` says RUNNING; the gate; λ's logit and α; for norm, decorrelation and
 reweighting ABSENT, BATCH or RUNNING; constants of the block; an activation of `kernels.modes` and
-LeakyReLU's slope or ELU's α. `kernels.statistics` and `kernels.gate` say what the results are.
+LeakyReLU's slope or ELU's α. After the gate come the running averages to move (`kernels.running`).
+The second result is for the backward pass alone (`kernels.state`).
 """
 
 import os
@@ -106,30 +106,26 @@ def _why_not(x: Tensor, tensors: Sequence[Tensor | None], group_size: int) -> st
 
 _library: Any = torch.library.Library("cenet", "DEF")  # type: ignore[no-untyped-call]
 _CONSTANTS = (
-    "int[] mode, int group_size, int steps, int pool, float norm_eps, float eps, str act, "
+    "int[] sources, int group_size, int steps, int pool, float norm_eps, float eps, str act, "
     "float slope"
 )
 _GATE = (
     "Tensor? w1, Tensor? norm_weight, Tensor? norm_bias, Tensor? w2, Tensor? mix_logit, "
     "Tensor? blend"
 )
+_AVERAGES = (
+    "Tensor(a!)? average_mean, Tensor(b!)? average_var, Tensor(c!)? norm_count, "
+    "Tensor(d!)? average_inv_sqrt, Tensor(e!)? bd_count, Tensor(f!)? average_inv_std, "
+    "Tensor(g!)? ir_count"
+)
 _library.define(
     "norm_ce(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? running_mean, "
-    f"Tensor? running_var, Tensor? inv_sqrt, Tensor? inv_std, {_GATE}, {_CONSTANTS}) -> "
-    "(Tensor y, Tensor values, Tensor instances, Tensor matrices, Tensor iterates, Tensor hidden, "
-    "Tensor spread, Tensor gates, Tensor batch_inv_std)"
+    f"Tensor? running_var, Tensor? inv_sqrt, Tensor? inv_std, {_GATE}, {_AVERAGES}, "
+    f"float[] momenta, {_CONSTANTS}) -> (Tensor y, Tensor state)"
 )
 _library.define(
     f"norm_ce_backward(Tensor grad, Tensor? y, Tensor x, Tensor? weight, Tensor? bias, {_GATE}, "
-    "Tensor values, Tensor instances, Tensor matrices, Tensor iterates, Tensor hidden, "
-    f"Tensor spread, Tensor gates, Tensor inv_std, {_CONSTANTS}) -> (Tensor, Tensor, Tensor, "
-    "Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-_library.define(
-    "average_(Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? norm_count, "
-    "Tensor(d!)? inv_sqrt, Tensor(e!)? bd_count, Tensor(f!)? inv_std, Tensor(g!)? ir_count, "
-    "Tensor values, Tensor batch_inv_sqrt, Tensor batch_inv_std, SymInt count, "
-    "float[] momenta) -> ()"
+    f"Tensor state, {_CONSTANTS}) -> (Tensor, Tensor, Tensor)"
 )
 _library.define(
     "folded_ce(Tensor x, Tensor? residual, Tensor values, Tensor? matrix, Tensor w1, "
@@ -138,66 +134,51 @@ _library.define(
 )
 norm_ce = torch.ops.cenet.norm_ce.default
 norm_ce_backward = torch.ops.cenet.norm_ce_backward.default
-average_ = torch.ops.cenet.average_.default
 folded_ce = torch.ops.cenet.folded_ce.default
 
-TENSORS = 14  # among the arguments of norm_ce
-GATE = 6  # gate, λ and α, the last of them
-SAVED = 8  # among the results, for backward
+FIXED = 8  # tensors of norm_ce before the gate
+GATE = 6  # gate, λ and α
+AVERAGES = 7
+TENSORS = FIXED + GATE + AVERAGES
 
 
-def _norm_ce(x: Tensor, residual: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+def _norm_ce(x: Tensor, residual: Tensor | None, *args: Any) -> tuple[Tensor, Tensor]:
     from cenet.kernels import layer
+    from cenet.kernels.running import Averages
 
+    fixed, gate = args[: FIXED - 2], args[FIXED - 2 : FIXED - 2 + GATE]
+    moved, momenta = args[FIXED - 2 + GATE : TENSORS - 2], args[TENSORS - 2]
+    block, settings = _block_and_settings(fixed, gate, args[TENSORS - 1 :])
+    averages = None
+    if any(tensor is not None for tensor in moved):
+        averages = Averages(*(*moved, tuple(momenta)))
+        torch.autograd.graph.increment_version([t for t in moved if t is not None])
     with _device_of(x):
-        y, saved = layer.forward(x, residual, *_block_and_settings(*args))
-    empty = x.new_empty(0, dtype=torch.float32)
-    gate = saved.gate or tuple(empty.clone() for _ in range(4))
-    return y, *saved.found, *gate
+        return layer.forward(x, residual, block, settings, averages)
 
 
 def _norm_ce_backward(
     grad: Tensor, y: Tensor | None, x: Tensor, weight: Any, bias: Any, *args: Any
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor]:
     from cenet.kernels import layer
-    from cenet.kernels.gate import GateState
-    from cenet.kernels.statistics import Statistics
 
-    gate, saved, constants = args[:GATE], args[GATE : GATE + SAVED], args[GATE + SAVED :]
-    running = (None,) * 4
-    block, settings = _block_and_settings(weight, bias, *running, *gate, *constants)
-    state = None if gate[0] is None else GateState(*saved[4:])
+    fixed = (weight, bias, None, None, None, None)
+    block, settings = _block_and_settings(fixed, args[:GATE], args[GATE + 1 :])
     with _device_of(x):
-        grads = layer.backward(
-            grad, x, y, block, settings, layer.Saved(Statistics(*saved[:4]), state)
-        )
-    flat = (
-        grads.x, grads.residual if y is not None else None, grads.weight, grads.bias,
-        *(grads.gate or (None,) * 4), grads.mix_logit, grads.blend,
-    )  # fmt: skip
-    return tuple(x.new_empty(0) if value is None else value for value in flat)
+        dx, residual, small = layer.backward(grad, x, y, block, settings, args[GATE])
+    return dx, x.new_empty(0) if residual is None or y is None else residual, small
 
 
-def _block_and_settings(*args: Any) -> tuple[Any, Any]:
+def _block_and_settings(fixed: Any, gate: Any, constants: Any) -> tuple[Any, Any]:
     from cenet.kernels import layer
     from cenet.kernels.gate import GateWeights
 
-    *tensors, w1, norm_weight, norm_bias, w2, mix_logit, blend = args[: TENSORS - 2]
-    mode, *constants = args[TENSORS - 2 :]
-    gate = None
+    w1, norm_weight, norm_bias, w2, mix_logit, blend = gate
+    weights = None
     if w1 is not None:
-        gate = GateWeights(w1.contiguous(), norm_weight, norm_bias, w2.contiguous())
-    block = layer.Block(*(*tensors, gate, mix_logit, blend))
-    return block, layer.Settings(Mode(*mode), *constants)
-
-
-def _average_(*args: Any) -> None:
-    from cenet.kernels import running
-
-    norm, bd, ir, (values, *rest) = args[:3], args[3:5], args[5:7], args[7:]
-    with _device_of(values):
-        running.average_(norm, bd, ir, values, *rest)
-    torch.autograd.graph.increment_version([tensor for tensor in args[:7] if tensor is not None])
+        weights = GateWeights(w1.contiguous(), norm_weight, norm_bias, w2.contiguous())
+    mode, *rest = constants
+    return layer.Block(*(*fixed, weights, mix_logit, blend)), layer.Settings(Mode(*mode), *rest)
 
 
 def _folded_ce(
@@ -220,38 +201,22 @@ def _device_of(x: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(x.device)
 
 
-def _fake_norm_ce(
-    x: Tensor, residual: Any, weight: Any, bias: Any, mean: Any, var: Any, inv_sqrt: Any,
-    inv_std: Any, w1: Any, *args: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    (_, bd, ir), group_size, steps = args[5], args[6], args[7]
+def _fake_norm_ce(x: Tensor, residual: Any, *args: Any) -> tuple[Tensor, Tensor]:
+    from cenet.kernels.state import Shape, size
+
+    w1, (mode, group_size, steps) = args[FIXED - 2], args[TENSORS - 1 : TENSORS + 2]
     n, channels = x.shape[:2]
-    groups = F.num_groups(channels, group_size)
-    matrix = (groups, group_size, group_size)
-
-    def small(*shape: int) -> Tensor:
-        return x.new_empty(shape, dtype=torch.float32)
-
-    return (
-        _dense_like(x),
-        small(10, channels),
-        small(2, n if ir != ABSENT else 0, channels),
-        small(3, *(matrix if bd != ABSENT else (0, 0, 0))),
-        small(groups if bd == BATCH else 0, 3 * steps, *matrix[1:]),
-        small(0) if w1 is None else small(n, w1.shape[0]),
-        small(0) if w1 is None else small(n),
-        small(0) if w1 is None else small(2, n, channels),
-        small(0) if w1 is None else small(),
-    )
+    units = 0 if w1 is None else w1.shape[0]
+    state = size(Shape(n, channels, units, group_size, steps, Mode(*mode)))
+    return _dense_like(x), x.new_empty(state, dtype=torch.float32)
 
 
 def _fake_norm_ce_backward(
     grad: Tensor, y: Tensor | None, x: Tensor, weight: Any, bias: Any, *args: Any
-) -> tuple[Tensor, ...]:
-    vector = x.new_empty(x.shape[1], dtype=torch.float32)
-    given = [None if tensor is None else torch.empty_like(tensor) for tensor in args[:GATE]]
-    flat = [_dense_like(x), None if y is None else _dense_like(x), vector, vector.clone(), *given]
-    return tuple(x.new_empty(0) if value is None else value for value in flat)
+) -> tuple[Tensor, Tensor, Tensor]:
+    small = 2 * x.shape[1] + sum(tensor.numel() for tensor in args[:GATE] if tensor is not None)
+    residual = x.new_empty(0) if y is None else _dense_like(x)
+    return _dense_like(x), residual, x.new_empty(small, dtype=torch.float32)
 
 
 def _dense_like(x: Tensor, *args: Any) -> Tensor:
@@ -261,37 +226,49 @@ def _dense_like(x: Tensor, *args: Any) -> Tensor:
 
 
 class _NormCE(torch.autograd.Function):
-    """Keeps x, small tensors, and y if there was a residual and an activation."""
+    """Keeps x, what is small, and y if there was a residual and an activation."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
-            output = norm_ce(*args)
+            y, state = norm_ce(*args)
         x, residual, weight, bias = args[:4]
-        y = output[0] if residual is not None and args[-2] != "none" else None
-        gate = args[TENSORS - GATE : TENSORS]
-        ctx.save_for_backward(y, x, weight, bias, *gate, *output[1:])
-        ctx.constants = args[TENSORS:]
+        used = y if residual is not None and args[-2] != "none" else None
+        ctx.save_for_backward(used, x, weight, bias, *args[FIXED : FIXED + GATE], state)
+        ctx.constants = args[TENSORS + 1 :]
         ctx.has_residual = residual is not None
-        ctx.mark_non_differentiable(*output[1:])
+        ctx.mark_non_differentiable(state)
         ctx.set_materialize_grads(False)
-        return output
+        return y, state
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> Any:
-        constants = (None,) * len(ctx.constants)
+        constants = (None,) * (1 + len(ctx.constants))
         if grad is None:
             return (None,) * TENSORS + constants
-        y, x, weight, bias, *rest = ctx.saved_tensors
+        y, x, weight, bias, *gate, state = ctx.saved_tensors
         *settings, act, slope = ctx.constants
         if y is not None and detect_fake_mode([grad]) is not None:
             # left to the compiler, which joins it with the addition that made `grad`
             grad, y, act = _through_activation(grad, y, act, slope), None, "none"
-        grads = norm_ce_backward(grad, y, x, weight, bias, *rest, *settings, act, slope)
-        residual = (grads[1] if y is not None else grad) if ctx.has_residual else None
-        affine = (_like(grads[2], weight), _like(grads[3], bias))
-        gate = [None if p is None else g for p, g in zip(rest[:GATE], grads[4:], strict=True)]
-        return (grads[0], residual, *affine, None, None, None, None, *gate, *constants)
+        args = (grad, y, x, weight, bias, *gate, state, *settings, act, slope)
+        dx, residual, small = norm_ce_backward(*args)
+        given = (weight, bias, *gate)
+        channels = x.shape[1]
+        sizes = [channels, channels, *(p.numel() for p in gate if p is not None)]
+        parts = iter(small.split(sizes))
+        grads = [next(parts) if i < 2 or p is not None else None for i, p in enumerate(given)]
+        weight, bias, *gate = (_like(g, p) for g, p in zip(grads, given, strict=True))
+        return (
+            dx,
+            (grad if y is None else residual) if ctx.has_residual else None,
+            weight,
+            bias,
+            *(None,) * (FIXED - 4),
+            *gate,
+            *(None,) * AVERAGES,
+            *constants,
+        )
 
 
 def _through_activation(grad: Tensor, y: Tensor, act: str, slope: float) -> Tensor:
@@ -302,8 +279,11 @@ def _through_activation(grad: Tensor, y: Tensor, act: str, slope: float) -> Tens
     return torch.where(y > 0, grad, (slopes * grad.float()).to(grad.dtype))
 
 
-def _like(grad: Tensor, parameter: Tensor | None) -> Tensor | None:
-    return None if parameter is None else grad.to(parameter.dtype)
+def _like(grad: Tensor | None, parameter: Tensor | None) -> Tensor | None:
+    if grad is None or parameter is None:
+        return None
+    grad = grad.view(parameter.shape)
+    return grad if grad.dtype == parameter.dtype else grad.to(parameter.dtype)
 
 
 class _NoSecondDerivative(torch.autograd.Function):
@@ -341,7 +321,6 @@ def _refuse_gradients(*args: Any) -> Any:
 for _name, _cuda, _fake in (
     ("norm_ce", _norm_ce, _fake_norm_ce),
     ("norm_ce_backward", _norm_ce_backward, _fake_norm_ce_backward),
-    ("average_", _average_, lambda *args: None),
     ("folded_ce", _folded_ce, _dense_like),
 ):
     _library.impl(_name, _cuda, "CUDA")
@@ -349,6 +328,16 @@ for _name, _cuda, _fake in (
 _library.impl("norm_ce", _with_autograd(norm_ce, _NormCE), "Autograd")
 _library.impl("norm_ce_backward", _with_autograd(norm_ce_backward, _NoSecondDerivative), "Autograd")
 _library.impl("folded_ce", _refuse_gradients, "Autograd")
+
+
+def before_activation(op: Any, args: Sequence[Any]) -> Tensor:
+    """What norm_ce or folded_ce, called with `args`, gives to its activation; nothing is moved."""
+    *rest, _, slope = args
+    if op is norm_ce:
+        rest[FIXED + GATE : TENSORS] = [None] * AVERAGES
+    result = op(*rest, "none", slope)
+    found: Tensor = result if isinstance(result, Tensor) else result[0]
+    return found
 
 
 @cache
@@ -363,7 +352,7 @@ def _register_flop_formulas() -> None:
 
 def _forward_flops(x_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
     """Two products with the group matrices, one of them only with batch statistics; the gate."""
-    (_, bd, ir), group_size, w1 = args[13], args[14], args[7]
+    (_, bd, ir), group_size, w1 = args[TENSORS], args[TENSORS + 1], args[FIXED - 1]
     entries = _matrix_entries(x_shape, group_size)
     passes = {ABSENT: 0, BATCH: 2, RUNNING: 1}[bd]
     return 2 * passes * entries + (4 * x_shape[0] * w1[0] * w1[1] if ir != ABSENT else 0)
@@ -373,7 +362,7 @@ def _backward_flops(
     grad_shape: Any, y_shape: Any, x_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any
 ) -> int:
     """Pᵀg and Σ g x̂ᵀ, and Q·x̂ with batch statistics; the gate twice."""
-    (_, bd, ir), group_size, w1 = args[16], args[17], args[2]
+    (_, bd, ir), group_size, w1 = args[GATE + 3], args[GATE + 4], args[2]
     passes = {ABSENT: 0, BATCH: 3, RUNNING: 2}[bd]
     gate = 8 * x_shape[0] * w1[0] * w1[1] if ir != ABSENT else 0
     return 2 * passes * _matrix_entries(x_shape, group_size) + gate

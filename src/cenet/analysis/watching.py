@@ -165,8 +165,7 @@ class ActivationWatch(TorchDispatchMode):
         place = FUSED[func] % len(args)
         site = None if args[place] == "none" else self._site(args[place], args[0])
         if site is not None:
-            plain = func(*args[:place], "none", *args[place + 1 :])
-            self.before(site, plain if isinstance(plain, Tensor) else plain[0])
+            self.before(site, ops.before_activation(func, args))
         result = func(*args)
         if site is not None:
             self.after(site, result if isinstance(result, Tensor) else result[0])

@@ -7,7 +7,6 @@ rows of the sample. All is in float32: with few pixels gradients cancel, and rou
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -124,7 +123,7 @@ def _measure_few_kernel(
     BC: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
 ):
-    row, n, channel, valid, offsets, inside = _tile(N, C, L, K, S, SP, BC, CHANNELS_LAST)
+    row, _, channel, valid, offsets, inside = _tile(N, C, L, K, S, SP, BC, CHANNELS_LAST)
     x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     first = (tl.arange(0, S * SP) % SP == 0)[:, None]
     pivot = _sum_in_samples(tl.where(first, x, 0.0), S, SP, BC)
@@ -283,19 +282,20 @@ def measure(x: Tensor, group_size: int, *, gram: bool) -> Parts:
     return Parts(pivot, rest, square, found, None, 1, height * width, cut.samples)
 
 
-def forward(x: Tensor, mapping: Map, residual: Tensor | None = None) -> Tensor:
+def forward(x: Tensor, y: Tensor, mapping: Map, residual: Tensor | None = None) -> None:
     """See `mix.forward`."""
     n, channels, height, width = x.shape
-    y, cut = torch.empty_like(x), _cut(x, mapping.group_size)
+    cut = _cut(x, mapping.group_size)
     launch(
         _forward_few_kernel, _grid(x, cut, mapping.group_size),
         x, residual, y, *mapping[:3], n, channels, height * width, mapping.slope,
         **_constants(x, cut, mapping.group_size), ACT=ACTIVATIONS[mapping.act],
     )  # fmt: skip
-    return y
 
 
-def reduce(x: Tensor, grad: Tensor, mapping: Map, y: Tensor | None = None) -> Sums:
+def reduce(
+    x: Tensor, grad: Tensor, mapping: Map, y: Tensor | None = None, masked: Tensor | None = None
+) -> Sums:
     """See `mix_backward.reduce`."""
     n, channels, height, width = x.shape
     cut = _cut(x, mapping.group_size)
@@ -303,29 +303,33 @@ def reduce(x: Tensor, grad: Tensor, mapping: Map, y: Tensor | None = None) -> Su
     if mapping.P is not None:
         grad_P = empty(x.device, ceil_div(n, cut.samples), *mapping.P.shape)
     grad_d, grad_c = empty(x.device, 2, n, channels)
-    masked = None if y is None else torch.empty_like(x)
     launch(
         _reduce_few_kernel, _grid(x, cut, mapping.group_size),
         x, grad, y, masked, *mapping[:3], grad_P, grad_d, grad_c, n, channels, height * width,
         ceil_div(channels, mapping.group_size), mapping.slope,
         **_constants(x, cut, mapping.group_size), ACT=ACTIVATIONS[mapping.act],
     )  # fmt: skip
-    return Sums(grad_P, grad_d, grad_c, 1, masked, cut.samples)
+    return Sums(grad_P, grad_d, grad_c, 1, cut.samples)
 
 
 def backward(
-    x: Tensor, grad: Tensor, mapping: Map, through: StatisticsGradient, *, masked: bool = False
-) -> Tensor:
+    x: Tensor,
+    grad: Tensor,
+    dx: Tensor,
+    mapping: Map,
+    through: StatisticsGradient,
+    *,
+    masked: bool = False,
+) -> None:
     """See `mix_backward.backward`."""
     n, channels, height, width = x.shape
-    dx, cut = torch.empty_like(x), _cut(x, mapping.group_size)
+    cut = _cut(x, mapping.group_size)
     launch(
         _backward_few_kernel, _grid(x, cut, mapping.group_size),
         x, grad, dx, *mapping[:3], through.Q, through.e, through.f, n, channels, height * width,
         mapping.slope, **_constants(x, cut, mapping.group_size),
         ACT=ACTIVATIONS["none" if masked else mapping.act],
     )  # fmt: skip
-    return dx
 
 
 def _cut(x: Tensor, group_size: int) -> _Cut:

@@ -13,10 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from cenet.functional import GATE_NORM_EPS
-from cenet.kernels.launch import empty, launch
-from cenet.kernels.moments import Parts
+from cenet.kernels.launch import launch
+from cenet.kernels.running import JOBS, NOTHING, Averages, average, numbers
 from cenet.kernels.statistics import (
     IS_BATCH,
+    Statistics,
     inverse_spread,
     load_gamma,
     mean_of_chunks,
@@ -31,9 +32,6 @@ DEPTH = 64
 WARPS = 4
 MOST_DEPTH = 256
 PARTS = 4  # of the hidden layer, which programs compute apart from each other
-# of a folded layer, whose programs are few
-FOLDED_PARTS = 8
-FOLDED_SPLITS = 8
 
 
 class GateWeights(NamedTuple):
@@ -158,53 +156,6 @@ def hidden_layer(
 
 
 @triton.jit
-def load_variance(
-    pivot_ptr, rest_ptr, square_ptr, n, c, N, C, L, split_pixels, SPLITS: tl.constexpr
-):
-    """Instance variances of a block of samples and channels, from the parts of the samples."""
-    origin = load_block(pivot_ptr, n * SPLITS, c, N * SPLITS, C)
-    mean = tl.zeros_like(origin)  # from origin
-    total = tl.zeros_like(origin)
-    seen = 0.0
-    for split in tl.static_range(SPLITS):
-        part = n * SPLITS + split
-        pixels = tl.minimum(split_pixels, L - split * split_pixels).to(tl.float32)
-        apart = load_block(pivot_ptr, part, c, N * SPLITS, C) - origin
-        apart += load_block(rest_ptr, part, c, N * SPLITS, C) - mean
-        share = pixels / (seen + pixels)
-        total += load_block(square_ptr, part, c, N * SPLITS, C) + seen * share * apart * apart
-        mean += share * apart
-        seen += pixels
-    return total / L
-
-
-@triton.jit(do_not_specialize=["N", "L", "split_pixels"])
-def _folded_hidden_kernel(
-    pivot_ptr,  # (N·splits, C)
-    rest_ptr,  # (N·splits, C)
-    square_ptr,  # (N·splits, C)
-    w1_ptr,  # (H, C)
-    hidden_ptr,  # (depths, N, H)
-    N,
-    C,
-    H,
-    L,
-    split_pixels,
-    SPLITS: tl.constexpr,
-    BN: tl.constexpr,
-    BW: tl.constexpr,
-    BK: tl.constexpr,
-):
-    """z / r² in parts, one for every BK channels."""
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    h = tl.program_id(1) * BW + tl.arange(0, BW)
-    c = tl.program_id(2) * BK + tl.arange(0, BK)
-    var = load_variance(pivot_ptr, rest_ptr, square_ptr, n, c, N, C, L, split_pixels, SPLITS)
-    part = dot(var, tl.trans(load_block(w1_ptr, h, c, H, C)))
-    store_block(hidden_ptr + tl.cast(tl.program_id(2), tl.int64) * N * H, n, h, N, H, part)
-
-
-@triton.jit
 def load_hidden(hidden_ptr, n, h, N, H, r2, DEPTHS: tl.constexpr):
     """A block of z, from its parts."""
     z = load_block(hidden_ptr, n, h, N, H)
@@ -239,7 +190,54 @@ def _gated(standard, norm_weight_ptr, norm_bias_ptr, w2_ptr, c, h, C, H):
 
 
 @triton.jit
-def _gate_kernel(
+def _gate_block(
+    row, column, r, hidden_ptr, norm_weight_ptr, norm_bias_ptr, w2_ptr, mix_logit_ptr, blend_ptr,
+    share_ptr, offset_ptr, standard_ptr, spread_ptr, gate_ptr, inv_std_ptr, w_ptr, N, C, H,
+    norm_eps, DEPTHS: tl.constexpr, WHOLE: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
+    BK: tl.constexpr,
+):  # fmt: skip
+    """Gate and w for a block of samples and channels."""
+    n = row * BN + tl.arange(0, BN)
+    c = column * BW + tl.arange(0, BW)
+    if WHOLE:
+        h = tl.arange(0, BK)
+        z = load_hidden(hidden_ptr, n, h, N, H, r * r, DEPTHS)
+        z = tl.where((h < H)[None, :], z - tl.sum(z, 1)[:, None] / H, 0.0)
+        spread = 1 / tl.sqrt(tl.sum(z * z, 1) / H + norm_eps)
+        standard = z * spread[:, None]
+        total = _gated(standard, norm_weight_ptr, norm_bias_ptr, w2_ptr, c, h, C, H)
+        if standard_ptr is not None:
+            if column == 0:
+                store_block(standard_ptr, n, h, N, H, standard)
+    else:
+        mean, spread = row_moments(hidden_ptr, n, N, H, r * r, norm_eps, BN, BK, DEPTHS)
+        total = tl.zeros((BN, BW), tl.float32)
+        for start in range(0, H, BK):
+            h = start + tl.arange(0, BK)
+            z = load_hidden(hidden_ptr, n, h, N, H, r * r, DEPTHS) - mean[:, None]
+            standard = z * spread[:, None]
+            total += _gated(standard, norm_weight_ptr, norm_bias_ptr, w2_ptr, c, h, C, H)
+            if standard_ptr is not None:
+                if column == 0:
+                    store_block(standard_ptr, n, h, N, H, standard)
+    gate = tl.sigmoid(total)
+    if share_ptr is None:
+        share = load_blend(blend_ptr) * (1 - load_lambda(mix_logit_ptr, 0.0))
+        offset = 1 - load_blend(blend_ptr)
+    else:
+        share = tl.load(share_ptr).to(tl.float32)
+        offset = tl.load(offset_ptr).to(tl.float32)
+    store_block(w_ptr, n, c, N, C, share * r * gate + offset)
+    if standard_ptr is not None:
+        store_block(gate_ptr, n, c, N, C, gate)
+        if column == 0:
+            tl.store(spread_ptr + n, spread, mask=n < N)
+            if row == 0:
+                tl.store(inv_std_ptr, r)
+
+
+@triton.jit
+def gate_kernel(
     hidden_ptr,  # (DEPTHS, N, H)
     s_ptr,  # (DEPTHS,), or None
     running_inv_std_ptr,  # (), if there is no s
@@ -255,11 +253,26 @@ def _gate_kernel(
     gate_ptr,  # (N, C)
     inv_std_ptr,  # ()
     w_ptr,  # (N, C)
+    mean_ptr,  # (C,), or None; these seven are running averages
+    var_ptr,  # (C,)
+    norm_count_ptr,  # (), or None
+    inv_sqrt_ptr,  # (G, K, K), or None
+    bd_count_ptr,  # ()
+    running_ptr,  # (), or None
+    ir_count_ptr,  # ()
+    values_ptr,  # (10, C), or None
+    matrices_ptr,  # (3, G, K, K), or None
     N,
     C,
     H,
     eps,
     norm_eps,
+    blocks,
+    entries,
+    correction,
+    norm_momentum,
+    bd_momentum,
+    ir_momentum,
     DEPTHS: tl.constexpr,
     DP: tl.constexpr,
     WHOLE: tl.constexpr,  # a block holds all units
@@ -267,106 +280,61 @@ def _gate_kernel(
     BW: tl.constexpr,
     BK: tl.constexpr,
 ):
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    c = tl.program_id(1) * BW + tl.arange(0, BW)
+    """The gate by blocks of samples and channels, and running averages in programs after those."""
     if s_ptr is not None:
         depth = tl.arange(0, DP)
         s = tl.sum(tl.load(s_ptr + depth, mask=depth < DEPTHS, other=0.0)) / N / C
         r = 1 / tl.sqrt(s + eps)
     else:
         r = tl.load(running_inv_std_ptr).to(tl.float32)
-    if WHOLE:
-        h = tl.arange(0, BK)
-        z = load_hidden(hidden_ptr, n, h, N, H, r * r, DEPTHS)
-        z = tl.where((h < H)[None, :], z - tl.sum(z, 1)[:, None] / H, 0.0)
-        spread = 1 / tl.sqrt(tl.sum(z * z, 1) / H + norm_eps)
-        standard = z * spread[:, None]
-        total = _gated(standard, norm_weight_ptr, norm_bias_ptr, w2_ptr, c, h, C, H)
-        if standard_ptr is not None:
-            if tl.program_id(1) == 0:
-                store_block(standard_ptr, n, h, N, H, standard)
-    else:
-        mean, spread = row_moments(hidden_ptr, n, N, H, r * r, norm_eps, BN, BK, DEPTHS)
-        total = tl.zeros((BN, BW), tl.float32)
-        for start in range(0, H, BK):
-            h = start + tl.arange(0, BK)
-            z = load_hidden(hidden_ptr, n, h, N, H, r * r, DEPTHS) - mean[:, None]
-            standard = z * spread[:, None]
-            total += _gated(standard, norm_weight_ptr, norm_bias_ptr, w2_ptr, c, h, C, H)
-            if standard_ptr is not None:
-                if tl.program_id(1) == 0:
-                    store_block(standard_ptr, n, h, N, H, standard)
-    gate = tl.sigmoid(total)
-    if share_ptr is None:
-        share = load_blend(blend_ptr) * (1 - load_lambda(mix_logit_ptr, 0.0))
-        offset = 1 - load_blend(blend_ptr)
-    else:
-        share = tl.load(share_ptr).to(tl.float32)
-        offset = tl.load(offset_ptr).to(tl.float32)
-    store_block(w_ptr, n, c, N, C, share * r * gate + offset)
-    if standard_ptr is not None:
-        store_block(gate_ptr, n, c, N, C, gate)
-        if tl.program_id(1) == 0:
-            tl.store(spread_ptr + n, spread, mask=n < N)
-            if tl.program_id(0) == 0:
-                tl.store(inv_std_ptr, r)
+    program = tl.program_id(0)
+    if program < blocks:
+        columns = tl.cdiv(C, BW)
+        _gate_block(
+            program // columns, program % columns, r, hidden_ptr, norm_weight_ptr, norm_bias_ptr,
+            w2_ptr, mix_logit_ptr, blend_ptr, share_ptr, offset_ptr, standard_ptr, spread_ptr,
+            gate_ptr, inv_std_ptr, w_ptr, N, C, H, norm_eps, DEPTHS, WHOLE, BN, BW, BK,
+        )  # fmt: skip
+    if values_ptr is not None:
+        if program >= blocks:
+            average(
+                program - blocks, mean_ptr, var_ptr, norm_count_ptr, inv_sqrt_ptr, bd_count_ptr,
+                running_ptr, ir_count_ptr, values_ptr, values_ptr + 5 * C, matrices_ptr, r, C,
+                entries, correction, norm_momentum, bd_momentum, ir_momentum,
+            )  # fmt: skip
 
 
 def gate_forward(
     hidden: Hidden,
     weights: GateWeights,
+    state: GateState,
     running_inv_std: Tensor | None,
     mix_logit: Tensor | None,
     blend: Tensor | None,
     eps: float,
-) -> GateState:
-    """The gate, from the hidden layer that `between` has made."""
+    averages: Averages | None,
+    found: Statistics,
+    count: int,
+) -> None:
+    """Fill in `state`, from the hidden layer that `between` has made, and move running averages.
+
+    `found` is what they move to; `count` are the values of a channel.
+    """
     depths, n, units = hidden.parts.shape
     channels = weights.w2.shape[0]
-    device = hidden.parts.device
-    state = GateState(
-        empty(device, n, units), empty(device, n), empty(device, 2, n, channels), empty(device)
-    )
+    blocks = ceil_div(n, ROWS) * ceil_div(channels, WIDTH)
+    moving = averages is not None
+    averages = averages or NOTHING
+    _, entries, correction = numbers(averages, found.values, count)
     launch(
-        _gate_kernel, (ceil_div(n, ROWS), ceil_div(channels, WIDTH)),
+        gate_kernel, (blocks + (JOBS if moving else 0),),
         hidden.parts, hidden.s, running_inv_std, weights.norm_weight, weights.norm_bias,
         weights.w2, mix_logit, blend, None, None, state.hidden, state.spread, state.gates[0],
-        state.inv_std, state.gates[1], n, channels, units, eps, GATE_NORM_EPS, DEPTHS=depths,
-        DP=power_of_2(depths), WHOLE=units <= MOST_DEPTH, num_stages=1,
-        **tile(units, MOST_DEPTH),
+        state.inv_std, state.gates[1], *averages[:7], found.values if moving else None,
+        found.matrices if moving else None, n, channels, units, eps, GATE_NORM_EPS, blocks,
+        entries, correction, *averages.momenta, DEPTHS=depths, DP=power_of_2(depths),
+        WHOLE=units <= MOST_DEPTH, num_stages=1, **tile(units, MOST_DEPTH),
     )  # fmt: skip
-    return state
-
-
-def folded_gate(
-    parts: Parts,
-    pixels: int,
-    weights: GateWeights,
-    inv_std: Tensor,
-    share: Tensor,
-    offset: Tensor,
-) -> Tensor:
-    """w_n = share · s^{-1/2} · gate + offset of a folded layer, (N, C), from what was measured."""
-    units, channels = weights.w1.shape
-    n = len(parts.square) // parts.splits
-    least = DEPTH if parts.splits > 2 else 2 * DEPTH
-    cut = tile(channels, max(least, power_of_2(ceil_div(channels, FOLDED_PARTS))))
-    depths = ceil_div(channels, cut["BK"])
-    hidden = parts.square.new_empty(depths, n, units)
-    w = parts.square.new_empty(n, channels)
-    launch(
-        _folded_hidden_kernel, (ceil_div(n, ROWS), ceil_div(units, WIDTH), depths),
-        parts.pivot, parts.rest, parts.square, weights.w1, hidden, n, channels, units,
-        pixels, parts.split_pixels, SPLITS=parts.splits, **cut,
-    )  # fmt: skip
-    launch(
-        _gate_kernel, (ceil_div(n, ROWS), ceil_div(channels, WIDTH)),
-        hidden, None, inv_std, weights.norm_weight, weights.norm_bias, weights.w2, None, None,
-        share, offset, None, None, None, None, w, n, channels, units, 0.0, GATE_NORM_EPS,
-        DEPTHS=depths, DP=power_of_2(depths), WHOLE=units <= MOST_DEPTH, num_stages=1,
-        **tile(units, MOST_DEPTH),
-    )  # fmt: skip
-    return w
 
 
 def span_of(channels: int) -> int:

@@ -181,38 +181,22 @@ def weights_backward(
     standard_ptr,  # (N, H)
     norm_weight_ptr,  # (H,)
     norm_bias_ptr,  # (H,)
-    grad_norm_ptr,  # (N, H)
     grad_z_ptr,  # (N, H)
     grad_logit_ptr,  # (N, C)
     var_ptr,  # (N, C)
     values_ptr,  # (10, C)
     inv_std_ptr,  # ()
-    mix_logit_ptr,  # (), or None
-    blend_ptr,  # (), or None
-    scalars_ptr,  # (blocks, 3)
-    group_scalars_ptr,  # (G, 2): <W, gM> is the first, or None
     grad_w1_ptr,  # (H, C)
-    grad_norm_weight_ptr,  # (H,)
-    grad_norm_bias_ptr,  # (H,)
     grad_w2_ptr,  # (C, H)
-    grad_mix_logit_ptr,  # (), or None
-    grad_blend_ptr,  # (), or None
     N,
     C,
     H,
-    G,
-    blocks,
-    GP: tl.constexpr,
     BW: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Gradient of W1, or that of W2, for a block of units and channels.
-
-    The programs of the first column take the norm along with W1, the very first λ and α with W2.
-    """
+    """Gradient of W1, or that of W2, for a block of units and channels."""
     h = row * BW + tl.arange(0, BW)
     c = column * BW + tl.arange(0, BW)
-    r = tl.load(inv_std_ptr)
     total = tl.zeros((BW, BW), tl.float32)
     if second:
         weight = load_vector(norm_weight_ptr, h, H)[None, :]
@@ -223,34 +207,63 @@ def weights_backward(
             hidden = at_least_0(load_block(standard_ptr, n, h, N, H) * weight + bias)
             total = dot(grad_logit, hidden, total)
         store_block(grad_w2_ptr, c, h, C, H, total)
-        if (row == 0) & (column == 0):
-            through_W = 0.0
-            if group_scalars_ptr is not None:
-                group = tl.arange(0, GP)
-                group_scalars = tl.load(group_scalars_ptr + group * 2, mask=group < G, other=0.0)
-                through_W = tl.sum(group_scalars)
-            through_w = sum_of_scalars(scalars_ptr, 2, blocks)
-            gated = r * sum_of_scalars(scalars_ptr, 0, blocks)
-            lam = load_lambda(mix_logit_ptr, 0.0)
-            blend = load_blend(blend_ptr)
-            if grad_mix_logit_ptr is not None:
-                tl.store(grad_mix_logit_ptr, blend * (through_W - gated) * lam * (1 - lam))
-            if grad_blend_ptr is not None:
-                tl.store(grad_blend_ptr, lam * through_W + (1 - lam) * gated - through_w)
     else:
-        scale = load_vector(values_ptr + 7 * C, c, C) * r
+        scale = load_vector(values_ptr + 7 * C, c, C) * tl.load(inv_std_ptr)
         for start in range(0, N, BK):
             n = start + tl.arange(0, BK)
             u = load_block(var_ptr, n, c, N, C) * (scale * scale)[None, :]
             total = dot(tl.trans(load_block(grad_z_ptr, n, h, N, H)), u, total)
         store_block(grad_w1_ptr, h, c, H, C, total)
-        if column == 0:
-            grad_norm_weight = tl.zeros((BK, BW), tl.float32)
-            grad_norm_bias = tl.zeros((BK, BW), tl.float32)
-            for start in range(0, N, BK):
-                n = start + tl.arange(0, BK)
-                grad = load_block(grad_norm_ptr, n, h, N, H)
-                grad_norm_weight += grad * load_block(standard_ptr, n, h, N, H)
-                grad_norm_bias += grad
-            tl.store(grad_norm_weight_ptr + h, tl.sum(grad_norm_weight, 0), mask=h < H)
-            tl.store(grad_norm_bias_ptr + h, tl.sum(grad_norm_bias, 0), mask=h < H)
+
+
+@triton.jit
+def norm_backward(
+    row,
+    standard_ptr,  # (N, H)
+    grad_norm_ptr,  # (N, H)
+    grad_norm_weight_ptr,  # (H,)
+    grad_norm_bias_ptr,  # (H,)
+    N,
+    H,
+    BW: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """Gradients of the norm's weight and bias for a block of units."""
+    h = row * BW + tl.arange(0, BW)
+    grad_norm_weight = tl.zeros((BK, BW), tl.float32)
+    grad_norm_bias = tl.zeros((BK, BW), tl.float32)
+    for start in range(0, N, BK):
+        n = start + tl.arange(0, BK)
+        grad = load_block(grad_norm_ptr, n, h, N, H)
+        grad_norm_weight += grad * load_block(standard_ptr, n, h, N, H)
+        grad_norm_bias += grad
+    tl.store(grad_norm_weight_ptr + h, tl.sum(grad_norm_weight, 0), mask=h < H)
+    tl.store(grad_norm_bias_ptr + h, tl.sum(grad_norm_bias, 0), mask=h < H)
+
+
+@triton.jit
+def shares_backward(
+    inv_std_ptr,  # ()
+    mix_logit_ptr,  # (), or None
+    blend_ptr,  # (), or None
+    scalars_ptr,  # (blocks, 3)
+    group_scalars_ptr,  # (G, 2): <W, gM> is the first, or None
+    grad_mix_logit_ptr,  # (), or None
+    grad_blend_ptr,  # (), or None
+    G,
+    blocks,
+    GP: tl.constexpr,
+):
+    """Gradients of λ's logit and of α."""
+    through_W = 0.0
+    if group_scalars_ptr is not None:
+        group = tl.arange(0, GP)
+        through_W = tl.sum(tl.load(group_scalars_ptr + group * 2, mask=group < G, other=0.0))
+    through_w = sum_of_scalars(scalars_ptr, 2, blocks)
+    gated = tl.load(inv_std_ptr) * sum_of_scalars(scalars_ptr, 0, blocks)
+    lam = load_lambda(mix_logit_ptr, 0.0)
+    blend = load_blend(blend_ptr)
+    if grad_mix_logit_ptr is not None:
+        tl.store(grad_mix_logit_ptr, blend * (through_W - gated) * lam * (1 - lam))
+    if grad_blend_ptr is not None:
+        tl.store(grad_blend_ptr, lam * through_W + (1 - lam) * gated - through_w)

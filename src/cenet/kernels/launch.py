@@ -5,7 +5,10 @@ own lookup every time takes longer on the host than most of these kernels take o
 """
 
 import os
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from threading import local
+from typing import Any, Protocol
 
 import torch
 import triton.language as tl
@@ -17,18 +20,39 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 _compiled: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
 
 
+class Listener(Protocol):
+    """Who wants to know what is started and made room for."""
+
+    def launched(self, start: Callable[..., None], args: Sequence[Any], rest: list[Any]) -> None:
+        """`start(*args, *rest)` was called; `rest` has no tensors."""
+
+    def allocated(self, tensor: Tensor) -> None:
+        """`tensor` is new."""
+
+
+class _Listening(local):
+    listener: Listener | None = None
+
+
+listening = _Listening()  # of a thread
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Run `kernel` on a grid; `constants` are what it is compiled for, and launch options."""
+    rest: list[Any]
     if INTERPRETED:
-        kernel[grid](*args, **constants)
-        return
-    key = (id(kernel), torch.cuda.current_device(), *constants.values(), *map(_kind, args))
-    if key not in _compiled:
-        names = kernel.arg_names[len(args) :]
-        compiled = kernel.warmup(*args, grid=grid, **constants)
-        _compiled[key] = compiled, [constants[name] for name in names]
-    compiled, fixed = _compiled[key]
-    compiled[(*grid, 1, 1)[:3]](*args, *fixed)
+        start, rest = partial(kernel[grid], **constants), []
+    else:
+        key = (id(kernel), torch.cuda.current_device(), *constants.values(), *map(_kind, args))
+        if key not in _compiled:
+            names = kernel.arg_names[len(args) :]
+            compiled = kernel.warmup(*args, grid=grid, **constants)
+            _compiled[key] = compiled, [constants[name] for name in names]
+        compiled, rest = _compiled[key]
+        start = compiled[(*grid, 1, 1)[:3]]
+    start(*args, *rest)
+    if listening.listener is not None:
+        listening.listener.launched(start, args, rest)
 
 
 def _kind(argument: Any) -> Any:
@@ -42,4 +66,7 @@ def _kind(argument: Any) -> Any:
 
 def empty(device: torch.device, *shape: int) -> Tensor:
     """Room for a small result, in float32."""
-    return torch.empty(shape, dtype=torch.float32, device=device)
+    tensor = torch.empty(shape, dtype=torch.float32, device=device)
+    if listening.listener is not None:
+        listening.listener.allocated(tensor)
+    return tensor

@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -68,7 +67,6 @@ class Sums(NamedTuple):
     d: Tensor  # (N·splits, C)
     c: Tensor  # (N·splits, C)
     splits: int
-    masked: Tensor | None  # (N, C, H, W), g
     samples: int = 1  # that share a row of P
 
 
@@ -235,13 +233,16 @@ def _backward_kernel(
         store_tile(dx_ptr, offsets, dx, inside, FULL)
 
 
-def reduce(x: Tensor, grad: Tensor, mapping: Map, y: Tensor | None = None) -> Sums:
+def reduce(
+    x: Tensor, grad: Tensor, mapping: Map, y: Tensor | None = None, masked: Tensor | None = None
+) -> Sums:
     """Gradients of P, d and c, in parts.
 
     Args:
         x, grad: input, and gradient of the output in the layout of x.
         mapping: what was applied.
-        y: the output, if there was a residual. Then the masked gradient is returned too.
+        y: the output, if there was a residual.
+        masked: where the masked gradient goes then.
     """
     n, channels, _, _ = x.shape
     if y is not None:
@@ -253,7 +254,6 @@ def reduce(x: Tensor, grad: Tensor, mapping: Map, y: Tensor | None = None) -> Su
     if mapping.P is not None:
         grad_P = empty(x.device, cut.rows(n), *mapping.P.shape)
     grad_d, grad_c = empty(x.device, 2, n * cut.splits, channels)
-    masked = None if y is None else torch.empty_like(x)
     groups = ceil_div(channels, mapping.group_size)
     launch(
         _reduce_kernel, grid(x, mapping, cut),
@@ -261,27 +261,28 @@ def reduce(x: Tensor, grad: Tensor, mapping: Map, y: Tensor | None = None) -> Su
         groups, mapping.slope, *cuts(x, cut), **tile_constants(x, mapping, cut),
         ACT=ACTIVATIONS[mapping.act],
     )  # fmt: skip
-    return Sums(grad_P, grad_d, grad_c, cut.splits, masked)
+    return Sums(grad_P, grad_d, grad_c, cut.splits)
 
 
 def backward(
     x: Tensor,
     grad: Tensor,
+    dx: Tensor,
     mapping: Map,
     through: StatisticsGradient,
     *,
     pool: int = 1,
     masked: bool = False,
-) -> Tensor:
-    """dx.
+) -> None:
+    """Write dx.
 
     Args:
         x, grad, mapping: as for `reduce`.
+        dx: the gradient of x goes there.
         through: the part that comes through the statistics.
         pool: side of the max-pool window before the covariance.
-        masked: `grad` is what `reduce` returned as masked.
+        masked: `grad` is masked already, by `reduce`.
     """
-    dx = torch.empty_like(x)
     pooled = through.pooled_offset is not None
     cut = walk_over(x, mapping.group_size, TILES)
     launch(
@@ -292,7 +293,6 @@ def backward(
     )  # fmt: skip
     if pooled:
         _add_pooled(x, dx, mapping, through, pool)
-    return dx
 
 
 def _add_pooled(

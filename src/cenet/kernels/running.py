@@ -1,34 +1,63 @@
-"""Running averages of one training step in one launch: a program for each of norm, BD and IR.
+"""Running averages of one training step, by a program for each of norm, BD and IR.
 
 The rule is that of `nn.running.average_`: a non-finite batch changes nothing and is not counted.
+The programs run beside those of the gate, or in a launch of their own.
 """
 
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from cenet.kernels.launch import launch
-from cenet.kernels.tiles import power_of_2
+
+JOBS = 3
+BLOCK = tl.constexpr(2048)
+
+
+class Averages(NamedTuple):
+    """Values to move towards those of a batch, and how often that was done; None stays out."""
+
+    mean: Tensor | None  # (C,)
+    var: Tensor | None  # (C,)
+    norm_count: Tensor | None  # ()
+    inv_sqrt: Tensor | None  # (G, K, K)
+    bd_count: Tensor | None  # ()
+    inv_std: Tensor | None  # ()
+    ir_count: Tensor | None  # ()
+    # of norm, BD and IR; negative to weigh all batches alike
+    momenta: tuple[float, float, float]
+
+
+NOTHING = Averages(*(None,) * 7, (0.0, 0.0, 0.0))
 
 
 @triton.jit
-def _is_finite(ptr, running_ptr, size, factor, POSITIVE: tl.constexpr, BLOCK: tl.constexpr):
-    """1 if every value is finite (and positive, if asked) in the dtype of the average, else 0."""
-    fine = tl.full((BLOCK,), 1, tl.int32)
+def _is_finite(values, running_ptr):
+    """1 if every value is finite in the dtype of the average, else 0."""
+    values = values.to(running_ptr.dtype.element_ty).to(tl.float32)
+    return tl.min(tl.where(tl.abs(values) < float("inf"), 1, 0))
+
+
+@triton.jit
+def _all_finite(ptr, running_ptr, size, factor):
+    finite = 1
     for start in range(0, size, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        value = tl.load(ptr + i, mask=i < size, other=1.0) * factor
-        value = value.to(running_ptr.dtype.element_ty).to(tl.float32)
-        fine = tl.where(tl.abs(value) < float("inf"), fine, 0)
-        if POSITIVE:
-            fine = tl.where(value > 0, fine, 0)
-    return tl.min(fine)
+        values = tl.load(ptr + i, mask=i < size, other=1.0) * factor
+        finite = tl.minimum(finite, _is_finite(values, running_ptr))
+    return finite
 
 
 @triton.jit
-def _move(running_ptr, batch_ptr, size, factor, weight, finite, BLOCK: tl.constexpr):
+def _moved(running_ptr, batch, weight):
+    running = tl.load(running_ptr).to(tl.float32)
+    return (running + weight * (batch - running)).to(running_ptr.dtype.element_ty)
+
+
+@triton.jit
+def _move(running_ptr, batch_ptr, size, factor, weight, finite):
     for start in range(0, size, BLOCK):
         i = start + tl.arange(0, BLOCK)
         mask = tl.where(i < size, finite, 0) > 0
@@ -40,87 +69,115 @@ def _move(running_ptr, batch_ptr, size, factor, weight, finite, BLOCK: tl.conste
 
 @triton.jit
 def _weight(count_ptr, finite, momentum, DEBIAS: tl.constexpr):
-    """Count this batch, and say how much it weighs. A negative momentum weighs all alike."""
-    weight = momentum
-    if count_ptr is not None:
+    """Count this batch, and say how much it weighs."""
+    if count_ptr is None:
+        return tl.where(momentum < 0, 1.0, momentum)
+    else:
         count = tl.load(count_ptr) + finite
         tl.debug_barrier()
         tl.store(count_ptr, count)
         alike = 1 / tl.maximum(count, 1).to(tl.float32)
         weight = tl.where(momentum < 0, alike, momentum)
-        if DEBIAS:
-            weight = tl.maximum(weight, alike)
-    return weight
+        return tl.maximum(weight, alike) if DEBIAS else weight
 
 
 @triton.jit
-def _average_kernel(
+def average(
+    job,
     mean_ptr,  # (C,), or None
     var_ptr,  # (C,)
-    batch_mean_ptr,  # (C,)
-    batch_var_ptr,  # (C,)
     norm_count_ptr,  # (), or None
     inv_sqrt_ptr,  # (G, K, K), or None
-    batch_inv_sqrt_ptr,  # (G, K, K)
     bd_count_ptr,  # ()
     inv_std_ptr,  # (), or None
-    batch_inv_std_ptr,  # ()
     ir_count_ptr,  # ()
+    batch_mean_ptr,  # (C,)
+    batch_var_ptr,  # (C,)
+    batch_inv_sqrt_ptr,  # (G, K, K)
+    batch_inv_std,
     channels,
     entries,
     correction,
     norm_momentum,
     bd_momentum,
     ir_momentum,
-    BLOCK: tl.constexpr,
 ):
-    which = tl.program_id(0)
+    """Move the averages of one of norm, BD and IR."""
     if mean_ptr is not None:
-        if which == 0:
-            finite = _is_finite(batch_mean_ptr, mean_ptr, channels, 1.0, False, BLOCK)
-            finite *= _is_finite(batch_var_ptr, var_ptr, channels, correction, False, BLOCK)
+        if job == 0:
+            finite = _all_finite(batch_mean_ptr, mean_ptr, channels, 1.0)
+            finite *= _all_finite(batch_var_ptr, var_ptr, channels, correction)
             weight = _weight(norm_count_ptr, finite, norm_momentum, False)
-            _move(mean_ptr, batch_mean_ptr, channels, 1.0, weight, finite, BLOCK)
-            _move(var_ptr, batch_var_ptr, channels, correction, weight, finite, BLOCK)
+            _move(mean_ptr, batch_mean_ptr, channels, 1.0, weight, finite)
+            _move(var_ptr, batch_var_ptr, channels, correction, weight, finite)
     if inv_sqrt_ptr is not None:
-        if which == 1:
-            finite = _is_finite(batch_inv_sqrt_ptr, inv_sqrt_ptr, entries, 1.0, False, BLOCK)
+        if job == 1:
+            finite = _all_finite(batch_inv_sqrt_ptr, inv_sqrt_ptr, entries, 1.0)
             weight = _weight(bd_count_ptr, finite, bd_momentum, True)
-            _move(inv_sqrt_ptr, batch_inv_sqrt_ptr, entries, 1.0, weight, finite, BLOCK)
+            _move(inv_sqrt_ptr, batch_inv_sqrt_ptr, entries, 1.0, weight, finite)
     if inv_std_ptr is not None:
-        if which == 2:
+        if job == 2:
             # an overflowing s has the finite inverse root 0, which must not pass for a statistic
-            finite = _is_finite(batch_inv_std_ptr, inv_std_ptr, 1, 1.0, True, BLOCK)
+            kept = batch_inv_std.to(inv_std_ptr.dtype.element_ty).to(tl.float32)
+            finite = tl.where((kept > 0) & (kept < float("inf")), 1, 0)
             weight = _weight(ir_count_ptr, finite, ir_momentum, True)
-            _move(inv_std_ptr, batch_inv_std_ptr, 1, 1.0, weight, finite, BLOCK)
+            tl.store(inv_std_ptr, _moved(inv_std_ptr, batch_inv_std, weight), mask=finite > 0)
+
+
+@triton.jit
+def _average_kernel(
+    mean_ptr,  # (C,), or None
+    var_ptr,  # (C,)
+    norm_count_ptr,  # (), or None
+    inv_sqrt_ptr,  # (G, K, K), or None
+    bd_count_ptr,  # ()
+    inv_std_ptr,  # (), or None
+    ir_count_ptr,  # ()
+    batch_mean_ptr,  # (C,)
+    batch_var_ptr,  # (C,)
+    batch_inv_sqrt_ptr,  # (G, K, K)
+    batch_inv_std_ptr,  # (), or None
+    channels,
+    entries,
+    correction,
+    norm_momentum,
+    bd_momentum,
+    ir_momentum,
+):
+    batch_inv_std = 0.0
+    if batch_inv_std_ptr is not None:
+        batch_inv_std = tl.load(batch_inv_std_ptr)
+    average(
+        tl.program_id(0), mean_ptr, var_ptr, norm_count_ptr, inv_sqrt_ptr, bd_count_ptr,
+        inv_std_ptr, ir_count_ptr, batch_mean_ptr, batch_var_ptr, batch_inv_sqrt_ptr,
+        batch_inv_std, channels, entries, correction, norm_momentum, bd_momentum, ir_momentum,
+    )  # fmt: skip
 
 
 def average_(
-    norm: tuple[Tensor | None, Tensor | None, Tensor | None],
-    bd: tuple[Tensor | None, Tensor | None],
-    ir: tuple[Tensor | None, Tensor | None],
+    averages: Averages,
     values: Tensor,
     batch_inv_sqrt: Tensor,
-    batch_inv_std: Tensor,
+    batch_inv_std: Tensor | None,
     count: int,
-    momenta: Sequence[float],
 ) -> None:
-    """Move the running values towards those of this batch.
+    """Move averages in a launch of their own.
 
     Args:
-        norm: running mean and variance of the norm, and its count; None leaves them out.
-        bd, ir: running value and count of the two branches, likewise.
+        averages: what to move.
         values: as in `statistics.Statistics`.
         batch_inv_sqrt, batch_inv_std: values of this batch.
         count: values per channel in this batch, for the unbiased variance.
-        momenta: of norm, BD and IR; negative to weigh all batches alike.
     """
-    correction = count / max(count - 1, 1)
-    entries = 0 if bd[0] is None else bd[0].numel()
-    block = min(16384, power_of_2(max(entries, values.shape[1])))
+    channels, entries, correction = numbers(averages, values, count)
     launch(
-        _average_kernel, (3,),
-        norm[0], norm[1], values[0], values[5], norm[2], bd[0], batch_inv_sqrt, bd[1], ir[0],
-        batch_inv_std, ir[1], values.shape[1], entries, correction, *momenta, BLOCK=block,
-        num_warps=max(4, block // 1024),
+        _average_kernel, (JOBS,),
+        *averages[:7], values[0], values[5], batch_inv_sqrt, batch_inv_std, channels, entries,
+        correction, *averages.momenta, num_warps=8,
     )  # fmt: skip
+
+
+def numbers(averages: Averages, values: Tensor, count: int) -> tuple[int, int, float]:
+    """Channels, entries of the matrices, and what makes the variance unbiased."""
+    entries = 0 if averages.inv_sqrt is None else averages.inv_sqrt.numel()
+    return values.shape[1], entries, count / max(count - 1, 1)

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cenet.kernels.launch import empty, launch
-from cenet.kernels.modes import ABSENT, BATCH, RUNNING, Mode
+from cenet.kernels.modes import BATCH, RUNNING, Mode
 from cenet.kernels.moments import Parts
 from cenet.kernels.tiles import ceil_div, dot, power_of_2
 
@@ -393,17 +393,3 @@ def group_constants(group_size: int, mode: Mode) -> dict[str, int]:
         "IR": mode.ir,
         "num_warps": 4,
     }
-
-
-def room_for(
-    n: int, channels: int, group_size: int, mode: Mode, steps: int, like: Tensor
-) -> Statistics:
-    """Statistics that `condense` and `between` will fill in."""
-    groups = ceil_div(channels, group_size)
-    matrix = (groups, group_size, group_size)
-    return Statistics(
-        empty(like.device, 10, channels),
-        empty(like.device, 2, n if mode.ir != ABSENT else 0, channels),
-        empty(like.device, 3, *(matrix if mode.bd != ABSENT else (0, 0, 0))),
-        empty(like.device, groups if mode.bd == BATCH else 0, 3 * steps, *matrix[1:]),
-    )

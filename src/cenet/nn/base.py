@@ -54,14 +54,14 @@ def check_images(x: Tensor, channels: int) -> None:
         raise TypeError(
             f"expected a floating-point input, got {x.dtype}; convert it with x.float()"
         )
-    check(
-        x.dim() == 4,
-        f"expected a 4-D input (N, C, H, W), got {x.dim()}-D of shape {tuple(x.shape)}",
-    )
-    check(
-        x.shape[1] == channels,
-        f"expected {channels} channels, got {x.shape[1]} in shape {tuple(x.shape)}",
-    )
+    if x.dim() != 4:
+        raise ValueError(
+            f"expected a 4-D input (N, C, H, W), got {x.dim()}-D of shape {tuple(x.shape)}"
+        )
+    if x.shape[1] != channels:
+        raise ValueError(
+            f"expected {channels} channels, got {x.shape[1]} in shape {tuple(x.shape)}"
+        )
 
 
 class EquilibriumLayer(nn.Module):

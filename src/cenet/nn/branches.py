@@ -256,12 +256,12 @@ class InstanceReweighting2d(EquilibriumLayer):
 
     def check_size(self, x: Tensor, *, alone: bool) -> None:
         """Raise ValueError unless every instance has at least two values per channel."""
-        check(
-            x.shape[2] * x.shape[3] > 1,
-            "expected more than 1 spatial value per channel when training (one value has no "
-            f"instance variance), got input size {tuple(x.shape)}; use larger images, or no CE "
-            "here: insert_ce_(model, example_input=...) leaves out maps of one pixel",
-        )
+        if x.shape[2] * x.shape[3] < 2:
+            raise ValueError(
+                "expected more than 1 spatial value per channel when training (one value has no "
+                f"instance variance), got input size {tuple(x.shape)}; use larger images, or no CE "
+                "here: insert_ce_(model, example_input=...) leaves out maps of one pixel"
+            )
 
     def reset_running_stats(self) -> None:
         """Forget the running average: s = 1, no batches seen."""

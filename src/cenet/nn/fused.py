@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from cenet import ops
@@ -88,7 +87,11 @@ def run(
     )
     name, slope, after = inside_and_after(act)
     fixed_norm = norm is not None and not norm_batch
-    y, values, _, matrices, *_, inv_std = ops.norm_ce(
+    tracked = norm if norm_batch and _tracks(norm) else None
+    averages: tuple[Any, ...] = _NO_AVERAGES
+    if (tracked is not None or batch) and not is_recomputation():
+        averages = _averages(tracked, bd if batch else None, ir if batch else None)
+    y, _ = ops.norm_ce(
         x,
         residual,
         *_affine(norm),
@@ -99,6 +102,7 @@ def run(
         *(branches.gate or (None,) * 4),
         branches.mix_logit,
         branches.blend,
+        *averages,
         mode,
         16 if bd is None else bd.group_size,
         1 if bd is None else bd.newton_steps,
@@ -108,11 +112,6 @@ def run(
         name,
         slope,
     )
-    tracked = norm if norm_batch and _tracks(norm) else None
-    if (tracked is not None or batch) and not is_recomputation():
-        _average_(
-            x, tracked, bd if batch else None, ir if batch else None, values, matrices, inv_std
-        )
     result: Tensor = y if after is None else after(y)
     return result
 
@@ -121,29 +120,21 @@ def _tracks(norm: Any) -> bool:
     return norm.training and norm.track_running_stats and norm.running_mean is not None
 
 
-@torch.no_grad()
-def _average_(
-    x: Tensor, norm: Any, bd: Any, ir: Any, values: Tensor, matrices: Tensor, inv_std: Tensor
-) -> None:
-    count = x.shape[0] * x.shape[2] * x.shape[3]
-    seen = None
-    if norm is not None:
-        seen = norm.num_batches_tracked
-        seen = torch.zeros((), dtype=torch.long, device=x.device) if seen is None else seen
-    ops.average_(
-        None if norm is None else norm.running_mean,
-        None if norm is None else norm.running_var,
-        seen,
-        None if bd is None else bd.running_inv_sqrt,
-        None if bd is None else bd.num_batches_tracked,
-        None if ir is None else ir.running_inv_std,
-        None if ir is None else ir.num_batches_tracked,
-        values,
-        matrices,
-        inv_std,
-        count,
+_NO_AVERAGES = (*(None,) * 7, [0.0, 0.0, 0.0])
+
+
+def _averages(norm: Any, bd: Any, ir: Any) -> tuple[Any, ...]:
+    """Values of norm, BD and IR that move with this batch, and their momenta."""
+    return (
+        *((None,) * 3 if norm is None else _of_norm(norm)),
+        *((None,) * 2 if bd is None else (bd.running_inv_sqrt, bd.num_batches_tracked)),
+        *((None,) * 2 if ir is None else (ir.running_inv_std, ir.num_batches_tracked)),
         [-1.0 if m is None or m.momentum is None else m.momentum for m in (norm, bd, ir)],
     )
+
+
+def _of_norm(norm: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    return norm.running_mean, norm.running_var, norm.num_batches_tracked
 
 
 def _affine(norm: Any) -> tuple[Tensor | None, Tensor | None]:

@@ -1,0 +1,105 @@
+"""The gate of a folded layer, from what was measured, in two launches and without gradients."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cenet.functional import GATE_NORM_EPS
+from cenet.kernels.gate import (
+    DEPTH,
+    MOST_DEPTH,
+    ROWS,
+    WIDTH,
+    GateWeights,
+    gate_kernel,
+    load_block,
+    store_block,
+    tile,
+)
+from cenet.kernels.launch import empty, launch
+from cenet.kernels.moments import Parts
+from cenet.kernels.running import NOTHING
+from cenet.kernels.tiles import ceil_div, dot, power_of_2
+
+# of the hidden layer and of samples, at most: programs are few
+PARTS = 8
+SPLITS = 8
+
+
+@triton.jit
+def load_variance(
+    pivot_ptr, rest_ptr, square_ptr, n, c, N, C, L, split_pixels, SPLITS: tl.constexpr
+):
+    """Instance variances of a block of samples and channels, from the parts of the samples."""
+    origin = load_block(pivot_ptr, n * SPLITS, c, N * SPLITS, C)
+    mean = tl.zeros_like(origin)  # from origin
+    total = tl.zeros_like(origin)
+    seen = 0.0
+    for split in tl.static_range(SPLITS):
+        part = n * SPLITS + split
+        pixels = tl.minimum(split_pixels, L - split * split_pixels).to(tl.float32)
+        apart = load_block(pivot_ptr, part, c, N * SPLITS, C) - origin
+        apart += load_block(rest_ptr, part, c, N * SPLITS, C) - mean
+        share = pixels / (seen + pixels)
+        total += load_block(square_ptr, part, c, N * SPLITS, C) + seen * share * apart * apart
+        mean += share * apart
+        seen += pixels
+    return total / L
+
+
+@triton.jit(do_not_specialize=["N", "L", "split_pixels"])
+def _folded_hidden_kernel(
+    pivot_ptr,  # (N·splits, C)
+    rest_ptr,  # (N·splits, C)
+    square_ptr,  # (N·splits, C)
+    w1_ptr,  # (H, C)
+    hidden_ptr,  # (depths, N, H)
+    N,
+    C,
+    H,
+    L,
+    split_pixels,
+    SPLITS: tl.constexpr,
+    BN: tl.constexpr,
+    BW: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """z / r² in parts, one for every BK channels."""
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    h = tl.program_id(1) * BW + tl.arange(0, BW)
+    c = tl.program_id(2) * BK + tl.arange(0, BK)
+    var = load_variance(pivot_ptr, rest_ptr, square_ptr, n, c, N, C, L, split_pixels, SPLITS)
+    part = dot(var, tl.trans(load_block(w1_ptr, h, c, H, C)))
+    store_block(hidden_ptr + tl.cast(tl.program_id(2), tl.int64) * N * H, n, h, N, H, part)
+
+
+def folded_gate(
+    parts: Parts,
+    pixels: int,
+    weights: GateWeights,
+    inv_std: Tensor,
+    share: Tensor,
+    offset: Tensor,
+) -> Tensor:
+    """w_n = share · s^{-1/2} · gate + offset of a folded layer, (N, C), from what was measured."""
+    units, channels = weights.w1.shape
+    n = len(parts.square) // parts.splits
+    least = DEPTH if parts.splits > 2 else 2 * DEPTH
+    cut = tile(channels, max(least, power_of_2(ceil_div(channels, PARTS))))
+    depths = ceil_div(channels, cut["BK"])
+    device = parts.square.device
+    hidden, w = empty(device, depths, n, units), empty(device, n, channels)
+    launch(
+        _folded_hidden_kernel, (ceil_div(n, ROWS), ceil_div(units, WIDTH), depths),
+        parts.pivot, parts.rest, parts.square, weights.w1, hidden, n, channels, units,
+        pixels, parts.split_pixels, SPLITS=parts.splits, **cut,
+    )  # fmt: skip
+    blocks = ceil_div(n, ROWS) * ceil_div(channels, WIDTH)
+    launch(
+        gate_kernel, (blocks,),
+        hidden, None, inv_std, weights.norm_weight, weights.norm_bias, weights.w2, None, None,
+        share, offset, None, None, None, None, w, *NOTHING[:7], None, None, n, channels, units,
+        0.0, GATE_NORM_EPS, blocks, 0, 1.0, *NOTHING.momenta, DEPTHS=depths,
+        DP=power_of_2(depths), WHOLE=units <= MOST_DEPTH, num_stages=1, **tile(units, MOST_DEPTH),
+    )  # fmt: skip
+    return w
