@@ -226,16 +226,21 @@ def _dense_like(x: Tensor, *args: Any) -> Tensor:
 
 
 class _NormCE(torch.autograd.Function):
-    """Keeps x, what is small, and y if there was a residual and an activation."""
+    """Keeps x, what is small, and y if there was a residual and an activation.
+
+    Takes what has a gradient, and the rest of the arguments of norm_ce in one tuple: autograd
+    looks at each of its own.
+    """
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
+        *differentiable, (running, averages, constants) = args
+        x, residual, weight, bias, *gate = differentiable
         with torch._C._AutoDispatchBelowAutograd():
-            y, state = norm_ce(*args)
-        x, residual, weight, bias = args[:4]
-        used = y if residual is not None and args[-2] != "none" else None
-        ctx.save_for_backward(used, x, weight, bias, *args[FIXED : FIXED + GATE], state)
-        ctx.constants = args[TENSORS + 1 :]
+            y, state = norm_ce(*args[:4], *running, *gate, *averages, *constants)
+        used = y if residual is not None and constants[-2] != "none" else None
+        ctx.save_for_backward(used, x, weight, bias, *gate, state)
+        ctx.constants = constants
         ctx.has_residual = residual is not None
         ctx.mark_non_differentiable(state)
         ctx.set_materialize_grads(False)
@@ -243,32 +248,37 @@ class _NormCE(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> Any:
-        constants = (None,) * (1 + len(ctx.constants))
         if grad is None:
-            return (None,) * TENSORS + constants
-        y, x, weight, bias, *gate, state = ctx.saved_tensors
+            return (None,) * (4 + GATE + 1)
+        y, x, *parameters, state = ctx.saved_tensors
         *settings, act, slope = ctx.constants
         if y is not None and detect_fake_mode([grad]) is not None:
             # left to the compiler, which joins it with the addition that made `grad`
             grad, y, act = _through_activation(grad, y, act, slope), None, "none"
-        args = (grad, y, x, weight, bias, *gate, state, *settings, act, slope)
+        args = (grad, y, x, *parameters, state, *settings, act, slope)
         dx, residual, small = norm_ce_backward(*args)
-        given = (weight, bias, *gate)
-        channels = x.shape[1]
-        sizes = [channels, channels, *(p.numel() for p in gate if p is not None)]
-        parts = iter(small.split(sizes))
-        grads = [next(parts) if i < 2 or p is not None else None for i, p in enumerate(given)]
-        weight, bias, *gate = (_like(g, p) for g, p in zip(grads, given, strict=True))
-        return (
-            dx,
-            (grad if y is None else residual) if ctx.has_residual else None,
-            weight,
-            bias,
-            *(None,) * (FIXED - 4),
-            *gate,
-            *(None,) * AVERAGES,
-            *constants,
-        )
+        grads: list[Tensor | None] = [None] * len(parameters)
+        if any(ctx.needs_input_grad[2:]):
+            grads = _parts(small, x.shape[1], parameters)
+        shortcut = (grad if y is None else residual) if ctx.has_residual else None
+        return dx, shortcut, *grads, None
+
+
+def _parts(
+    small: Tensor, channels: int, parameters: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """Gradients of γ, β (there even if these are not) and the others, in the parameters' dtypes."""
+    sizes = [channels, channels, *(p.numel() for p in parameters[2:] if p is not None)]
+    parts = iter(torch.split_with_sizes(small, sizes))
+    grads: list[Tensor | None] = []
+    for i, parameter in enumerate(parameters):
+        part = next(parts) if i < 2 or parameter is not None else None
+        if part is None or parameter is None:
+            grads.append(None)
+            continue
+        part = part if parameter.dim() == 1 else part.view(parameter.shape)
+        grads.append(part if parameter.dtype == torch.float32 else part.to(parameter.dtype))
+    return grads
 
 
 def _through_activation(grad: Tensor, y: Tensor, act: str, slope: float) -> Tensor:
@@ -277,13 +287,6 @@ def _through_activation(grad: Tensor, y: Tensor, act: str, slope: float) -> Tens
         return torch.where(y > 0, grad, 0)
     slopes = slope if act == "leaky_relu" else y.float() + slope
     return torch.where(y > 0, grad, (slopes * grad.float()).to(grad.dtype))
-
-
-def _like(grad: Tensor | None, parameter: Tensor | None) -> Tensor | None:
-    if grad is None or parameter is None:
-        return None
-    grad = grad.view(parameter.shape)
-    return grad if grad.dtype == parameter.dtype else grad.to(parameter.dtype)
 
 
 class _NoSecondDerivative(torch.autograd.Function):
@@ -300,19 +303,29 @@ class _NoSecondDerivative(torch.autograd.Function):
         )
 
 
-def _with_autograd(op: Any, function: Any) -> Any:
-    def run(*args: Any) -> Any:
-        wanted = (isinstance(arg, Tensor) and arg.requires_grad for arg in args)
-        if torch.is_grad_enabled() and any(wanted):
-            return function.apply(*args)
+def _autograd_norm_ce(*args: Any) -> Any:
+    if not _wants_gradients(args):
         with torch._C._AutoDispatchBelowAutograd():
-            return op(*args)
+            return norm_ce(*args)
+    running, gate = args[4:FIXED], args[FIXED : FIXED + GATE]
+    averages, constants = args[FIXED + GATE : TENSORS + 1], args[TENSORS + 1 :]
+    return _NormCE.apply(*args[:4], *gate, (running, averages, constants))
 
-    return run
+
+def _autograd_norm_ce_backward(*args: Any) -> Any:
+    if _wants_gradients(args):
+        return _NoSecondDerivative.apply(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return norm_ce_backward(*args)
+
+
+def _wants_gradients(args: Sequence[Any]) -> bool:
+    wanted = (isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+    return torch.is_grad_enabled() and any(wanted)
 
 
 def _refuse_gradients(*args: Any) -> Any:
-    if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+    if _wants_gradients(args):
         raise RuntimeError("cenet::folded_ce has no gradient; call it under torch.no_grad()")
     with torch._C._AutoDispatchBelowAutograd():
         return folded_ce(*args)
@@ -325,8 +338,8 @@ for _name, _cuda, _fake in (
 ):
     _library.impl(_name, _cuda, "CUDA")
     torch.library.register_fake(f"cenet::{_name}", _fake, lib=_library)
-_library.impl("norm_ce", _with_autograd(norm_ce, _NormCE), "Autograd")
-_library.impl("norm_ce_backward", _with_autograd(norm_ce_backward, _NoSecondDerivative), "Autograd")
+_library.impl("norm_ce", _autograd_norm_ce, "Autograd")
+_library.impl("norm_ce_backward", _autograd_norm_ce_backward, "Autograd")
 _library.impl("folded_ce", _refuse_gradients, "Autograd")
 
 

@@ -33,7 +33,7 @@ from cenet.kernels.tiles import (
     store_tile,
 )
 
-MOST_PIXELS = 16
+MOST_PIXELS = 8  # with more, a sample fills a tile
 # of a tile
 ROWS = 64
 CHANNELS = 32

@@ -57,7 +57,14 @@ REDUCE_BARE_TILES: dict[bool, tuple[Tile, ...]] = {
     True: (Tile(1, 32, 64, 4, 3, 2048, 8), Tile(1, 32, 32, 2, 4, 2048, 8)),
     False: _NCHW_REDUCE_TILES,
 }
-TILES = {True: MAP_TILES[True], False: (Tile(1, 128, 16, 4, 3, 2048, 4),)}
+TILES = {
+    True: (
+        Tile(2048, 64, 64, 4, 4, 4096, 4),
+        Tile(512, 64, 32, 2, 4, 2048, 4),
+        *MAP_TILES[True][1:],
+    ),
+    False: (Tile(1, 128, 16, 4, 3, 2048, 4),),
+}
 
 
 class Sums(NamedTuple):

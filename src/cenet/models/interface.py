@@ -9,6 +9,9 @@ from timm.models import checkpoint
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
+# those that our kernels have
+ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.ELU)
+
 
 class Staged(nn.Module):
     """A network that is a chain of modules, a pooling and a classifier `fc`.
@@ -65,11 +68,25 @@ class Staged(nn.Module):
 
     def _run(self, step: tuple[str, ...]) -> Callable[[Tensor], Tensor]:
         def run(x: Tensor) -> Tensor:
-            for name in step:
-                x = self.get_submodule(name)(x)
+            for _, call in self._calls(step):
+                x = call(x)
             return x
 
         return run
+
+    def _calls(self, names: Iterable[str]) -> list[tuple[str, Callable[[Tensor], Tensor]]]:
+        """Calls of modules one after the other, each with the name of what it ends in.
+
+        A norm that can apply the activation behind it is called with that, in one.
+        """
+        calls: list[tuple[str, Callable[[Tensor], Tensor]]] = []
+        for name in names:
+            module = self.get_submodule(name)
+            if calls and isinstance(module, ACTIVATIONS) and _takes_activation(calls[-1][1]):
+                calls[-1] = name, _with_activation(calls[-1][1], module)
+            else:
+                calls.append((name, module))
+        return calls
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Last feature map to logits, or to the features before the classifier."""
@@ -98,10 +115,22 @@ class Staged(nn.Module):
         wanted = {self.feature_info[index]["module"] for index in taken}
         end = self.feature_info[last]["module"]
         found = []
-        for name in (name for step in self.steps for name in step):
-            x = self.get_submodule(name)(x)
+        for name, call in self._calls(name for step in self.steps for name in step):
+            x = call(x)
             if name in wanted:
                 found.append(x)
             if name == end and (stop_early or intermediates_only):
                 break
         return found if intermediates_only else (x, found)
+
+
+def _takes_activation(module: Any) -> bool:
+    return getattr(module, "takes_residual", False) and getattr(module, "act", None) is None
+
+
+def _with_activation(norm: Any, act: nn.Module) -> Callable[[Tensor], Tensor]:
+    def call(x: Tensor) -> Tensor:
+        y: Tensor = norm(x, None, act)
+        return y
+
+    return call
