@@ -1,10 +1,12 @@
 """Step time and memory of Mask R-CNN on ResNet-50 with and without CE, and how both overfit a set.
 
-Steps of the networks take turns inside one process, on the same batches. With --epochs both are
-then trained from scratch on the whole folder, in the loop of `cenet detect train`, and a page of
-each run is written.
+Steps of the networks take turns inside one process, on the same batches. With --epochs they are
+then trained from scratch on the whole folder without augmentation, in the loop of `cenet detect
+train`, and a page of each run is written.
 
-    PYTHONPATH=src python benchmarks/bench_detection.py --data COCO128 --epochs 60 --runs runs
+    PYTHONPATH=src python benchmarks/bench_detection.py --data COCO128 --batch 16
+    PYTHONPATH=src python benchmarks/bench_detection.py --data COCO128 --rounds 0 --networks ce \
+        --size 400 --batch 8 --epochs 110 --lr 0.04 --workers 3 --runs runs
     PYTHONPATH=src python benchmarks/bench_detection.py --size 64 --rounds 2   # smoke test
 
 Without --data the images are drawn shapes, resized.
@@ -81,14 +83,23 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--precision", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--networks", nargs="+", choices=BACKBONES, default=list(BACKBONES))
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=SETTINGS)
     parser.add_argument("--epochs", type=int, default=0, help="of training to overfit")
     parser.add_argument("--lr", type=float, default=0.02, help="of that, for 16 images")
+    parser.add_argument("--workers", type=int, default=0, help="of that")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folders of that")
     parser.add_argument("--out", type=Path, default=RESULTS / "detection.csv")
     args = parser.parse_args()
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if args.rounds:
+        append_rows(args.out, time_steps(args, device))
+    if args.epochs:
+        overfit(args, device)
+
+
+def time_steps(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
     data = load(recipe_of(args, "resnet50"), args.data)
     print(data.train.report())
     rows = []
@@ -96,17 +107,20 @@ def main() -> None:
         for setting in args.settings:
             changes = {"setting": setting, "trainable_layers": 5 if setting == "scratch" else 3}
             steps = {
-                name: stepper(recipe_of(args, backbone, **changes), data, Path(folder), device)
-                for name, backbone in BACKBONES.items()
+                name: stepper(
+                    recipe_of(args, BACKBONES[name], **changes), data, Path(folder), device
+                )
+                for name in args.networks
             }
             timings = interleave(steps, args.rounds, device)
             peaks = {name: peak_mb(step, device) for name, step in steps.items()}
+            first = args.networks[0]
             for name, timing in timings.items():
-                ratio = timing.p50 / timings["plain"].p50
+                ratio = timing.p50 / timings[first].p50
                 peak = peaks[name]
-                memory = "" if peak is None else f", {peak:.0f} MB, {peak / peaks['plain']:.3f}"
+                memory = "" if peak is None else f", {peak:.0f} MB, {peak / peaks[first]:.3f}"
                 print(f"{setting:12} {args.precision} {name:5} {timing.p50:8.1f} ms a step "
-                      f"({timing.p20:.1f} to {timing.p80:.1f}), {ratio:.3f} of plain{memory}",
+                      f"({timing.p20:.1f} to {timing.p80:.1f}), {ratio:.3f} of {first}{memory}",
                       flush=True)  # fmt: skip
                 columns = {"op": "maskrcnn_resnet50", "provider": name, "mode": f"step {setting}",
                            "shape": shape_text((args.batch, 3, args.size, args.size * 5 // 3)),
@@ -114,20 +128,19 @@ def main() -> None:
                 rows.append(row(timing, peaks[name], {**environment(device), **columns}))
             del steps
             free_memory(device)
-    append_rows(args.out, rows)
-    if args.epochs:
-        overfit(args, device)
+    return rows
 
 
 def overfit(args: argparse.Namespace, device: torch.device) -> None:
-    for name, backbone in BACKBONES.items():
+    for name in args.networks:
         recipe = recipe_of(
-            args, backbone, setting="scratch", trainable_layers=5, epochs=args.epochs, lr=args.lr,
-            schedule="cosine", warmup_epochs=args.epochs / 20, clip_grad=10.0,
+            args, BACKBONES[name], setting="scratch", trainable_layers=5, epochs=args.epochs,
+            lr=args.lr, schedule="cosine", warmup_epochs=args.epochs / 20, clip_grad=10.0,
+            flip=False,
         )  # fmt: skip
         out = args.runs / f"overfit_{name}"
         options = DetectionOptions(
-            out, resume="auto", evaluate_every=max(1, args.epochs // 6),
+            out, resume="auto", evaluate_every=-(-args.epochs // 2), workers=args.workers,
             channels_last=device.type == "cuda",
         )  # fmt: skip
         last = train(DetectionJob(recipe, options, args.data, device=device.type))
