@@ -130,6 +130,14 @@ VARIATIONS = [
     BASE.but(n=2, channels=16, height=52, width=60),
     BASE.but(n=2, channels=300, layer="ir", height=2, width=3),
     BASE.but(n=33, channels=64, group_size=64, height=2, width=3),
+    # as few pixels as are rounded in half precision
+    *(BASE.but(dtype=d, n=33, height=4, width=4, residual=d == HALF[0]) for d in HALF),
+    # several samples a program, the last of them with fewer; groups that do not fill its channels
+    *(BASE.but(n=70, height=h, width=w, layout="channels_last") for h, w in ((2, 2), (1, 3))),
+    BASE.but(n=17, channels=37, group_size=5, height=2, width=4, residual=True, act="elu"),
+    BASE.but(n=19, height=2, width=4, layer="ir", dtype=torch.float16, residual=True),
+    BASE.but(n=65, height=1, width=1, layer="bd", blend=0.4),
+    BASE.but(n=20, height=2, width=2, running="norm ce"),
 ]
 POOLS = [
     POOLED,

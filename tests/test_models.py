@@ -119,6 +119,32 @@ def test_in_mobilenet_it_follows_the_depthwise_convolution_and_precedes_the_acti
         assert isinstance(norm.act, nn.ReLU6)
 
 
+@pytest.mark.parametrize("act", ["relu", "elu"])
+def test_vgg_hands_activations_to_its_norms(act, monkeypatch):
+    """One operator on a GPU; the results are those of the modules by themselves."""
+    model = create_model("vgg16", act=act, num_classes=10).eval()
+    handed = []
+    forward = NormCE2d.forward
+
+    def recorded(self, x, residual=None, act=None):
+        handed.append((self, act))
+        return forward(self, x, residual, act)
+
+    monkeypatch.setattr(NormCE2d, "forward", recorded)
+    layers = list(model.features)
+    norms = [i for i, layer in enumerate(layers) if isinstance(layer, NormCE2d)]
+    x = images("cevgg16")
+    seen = []
+    layers[norms[3] + 1].register_forward_hook(lambda module, *_: seen.append(module))
+    y = model.forward_features(x)
+    assert handed == [(layers[i], layers[i + 1]) for i in norms]
+    assert seen == [layers[norms[3] + 1]]
+    assert torch.equal(y, model.features(x))
+    *_, last = model.forward_intermediates(x, intermediates_only=True)
+    assert handed[len(norms) :] == [(layers[i], None) for i in norms] + handed[: len(norms)]
+    assert torch.equal(last, model.features[:-1](x))
+
+
 @each_network
 def test_features(name):
     x, model = images(name), network(name)

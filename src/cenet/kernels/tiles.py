@@ -116,7 +116,7 @@ def is_raw(x: Tensor) -> bool:
     rounding the matrices would show; speed does not matter there.
     """
     n, _, height, width = x.shape
-    return x.dtype != torch.float32 and height * width > 16 and n * height * width > 512
+    return x.dtype != torch.float32 and height * width >= 16 and n * height * width > 512
 
 
 def ceil_div(value: int, by: int) -> int:
