@@ -128,7 +128,7 @@ VARIATIONS = [
     BASE.but(dtype=torch.bfloat16, height=24, width=24, offset=1e3, scale=0.0, act="none"),
     # several splits of a sample, several blocks of samples, several of hidden units
     BASE.but(n=2, channels=16, height=52, width=60),
-    BASE.but(n=2, channels=300, layer="ir", height=2, width=3),
+    *(BASE.but(n=2, channels=c, layer="ir", height=2, width=3) for c in (300, 600)),
     BASE.but(n=33, channels=64, group_size=64, height=2, width=3),
     # as few pixels as are rounded in half precision
     *(BASE.but(dtype=d, n=33, height=4, width=4, residual=d == HALF[0]) for d in HALF),

@@ -8,6 +8,7 @@ pytest.importorskip("triton")
 from _checks import assert_close
 from _fused import assert_same, block, gradients, images
 from _kernels import GATE, Kernels, Launch, Reference, check, each_device, kernels_on, upstream_of
+from cenet import ops
 from cenet.kernels import layer, replay
 
 
@@ -116,17 +117,15 @@ def test_momenta_may_change_between_steps(device):
 
 @each_device
 def test_x_as_its_own_residual(device, worked_out):
-    """One tensor in two roles: which of them a pointer belongs to cannot be told."""
+    """One tensor in two roles: whose pointer it is cannot be told, and nothing is remembered."""
     module = block().to(device)
-    x = images(device=device)
-    with kernels_on(device):
-        once = gradients(module, x.clone(), x.clone())
-        shared = gradients(module, x, x)
-        assert_same(shared, once, 1e-6)
-        other = images(seed=3, device=device)
-        assert_same(
-            gradients(module, other, other), gradients(module, other.clone(), other.clone()), 1e-6
-        )
+    x, other = images(device=device), images(seed=3, device=device)
+    for residual in (x, other):
+        with kernels_on(device):
+            actual = gradients(module, x, residual)
+        with ops.backend("torch"):
+            assert_same(actual, gradients(module, x, residual), 1e-4)
+    assert worked_out[0] == worked_out[2] == "_forward"
 
 
 @each_device

@@ -132,10 +132,11 @@ def between(
     """
     n, channels, height, width = shape
     groups, device = ceil_div(channels, group_size), found.values.device
-    columns = depths = 0
+    columns = depths = span = 0
     hidden = None
     if gate is not None:
-        columns, depths = ceil_div(len(gate.w1), WIDTH), ceil_div(channels, span_of(channels))
+        span = span_of(n, channels, len(gate.w1))
+        columns, depths = ceil_div(len(gate.w1), WIDTH), ceil_div(channels, span)
         s = empty(device, depths) if mode.ir == BATCH else None
         hidden = Hidden(empty(device, depths, n, len(gate.w1)), s)
     measured = (None,) * 6 if chunks is None else chunks[:6]
@@ -146,7 +147,7 @@ def between(
         None if gate is None else gate.w1, hidden and hidden.s, hidden and hidden.parts, n,
         channels, height * width, 0 if gate is None else len(gate.w1), groups, windows,
         0 if chunks is None else len(chunks.mean), 0 if chunks is None else chunks.samples,
-        columns, depths, span_of(channels), norm_eps, STEPS=steps,
+        columns, depths, span, norm_eps, STEPS=steps,
         **group_constants(group_size, mode), **gate_constants(channels),
     )  # fmt: skip
     return hidden

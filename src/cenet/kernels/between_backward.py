@@ -16,13 +16,12 @@ from cenet.kernels.between import gate_constants
 from cenet.kernels.decorrelation import decorrelate_backward
 from cenet.kernels.gate import (
     DEPTH,
-    MOST_DEPTH,
     ROWS,
     WIDTH,
     GateState,
     GateWeights,
     span_of,
-    tile,
+    tile_of_units,
 )
 from cenet.kernels.gate_backward import (
     hidden_backward,
@@ -41,7 +40,7 @@ from cenet.kernels.statistics import (
     chunk_constants,
     group_constants,
 )
-from cenet.kernels.tiles import ceil_div, power_of_2
+from cenet.kernels.tiles import FEW_PROGRAMS, ceil_div, power_of_2
 
 
 class SmallGradients(NamedTuple):
@@ -298,7 +297,8 @@ def between_backward(
 
     cut = chunk_constants(group_size, sums.splits) | gate_constants(channels)
     chunks = ceil_div(n, cut["BN"] // cut["SP"])
-    depths = 0 if gate is None else ceil_div(channels, span_of(channels))
+    span = channels if gate is None else span_of(n, channels, units)
+    depths = 0 if gate is None else ceil_div(channels, span)
     P_sums = None if sums.P is None else empty(device, chunks, groups, group_size, group_size)
     chunk_sums = empty(device, 4, chunks, channels)
     grad_logit = empty(device, n if gate is not None else 0, channels)
@@ -308,7 +308,7 @@ def between_backward(
         sums.P, sums.d, sums.c, mapping.w, P_sums, chunk_sums, found.values,
         state and state.gates[0], gate and gate.w2, state and state.inv_std, mix_logit, blend,
         grad_logit, grad_hidden, n, channels, units, groups, sums.splits, sums.samples, chunks,
-        columns, depths, span_of(channels), **cut,
+        columns, depths, span, **cut,
     )  # fmt: skip
 
     Q = empty(device, *found.matrices[2].shape) if mode.bd == BATCH else None
@@ -330,23 +330,22 @@ def between_backward(
     norm, ir = constants.pop("NORM"), constants.pop("IR")
     programs = (groups if mode.bd != ABSENT else 0) + (0 if gate is None else rows * columns)
     if programs:
-        wide = tile(max(units, 1), MOST_DEPTH)
-        warps = wide.pop("num_warps")
+        wide = tile_of_units(max(units, 1))
+        shared = {name: wide.pop(name) for name in ("num_warps", "num_stages", "WHOLE")}
         launch(
             _second_kernel, (programs,),
             P_sums, chunk_sums, found.values, found.matrices, found.iterates, mix_logit, blend, Q,
             pooled_offset, affine, scalars, *given, *(back or (None,) * 5), n, channels, pixels,
             units, groups, windows, chunks, sums.splits, columns, STEPS=steps, DEPTHS=depths,
-            WHOLE=units <= MOST_DEPTH, num_stages=1,
-            **{f"GATE_{name}": size for name, size in wide.items()},
-            **{**constants, "num_warps": warps},
+            **{f"GATE_{name}": size for name, size in wide.items()}, **{**constants, **shared},
         )  # fmt: skip
 
     e, f = empty(device, 2, n, channels)
     weights = ceil_div(units, WIDTH) * (2 * columns + 1) + 1 if gate is not None else 0
     finishers = groups * ceil_div(n, cut["BN"])
     del constants["BR"]
-    constants["num_warps"] = constants["num_warps"] if gate is None else 8
+    if gate is not None and finishers + weights <= FEW_PROGRAMS + 16:
+        constants["num_warps"] = 8  # a device has room for two such programs at a time
     launch(
         _last_kernel, (finishers + weights,),
         chunk_sums, *(back[:3] if back else (None,) * 3), found.values, found.instances,

@@ -7,7 +7,6 @@ from torch import Tensor
 from cenet.functional import GATE_NORM_EPS
 from cenet.kernels.gate import (
     DEPTH,
-    MOST_DEPTH,
     ROWS,
     WIDTH,
     GateWeights,
@@ -15,6 +14,7 @@ from cenet.kernels.gate import (
     load_block,
     store_block,
     tile,
+    tile_of_units,
 )
 from cenet.kernels.launch import empty, launch
 from cenet.kernels.moments import Parts
@@ -100,6 +100,6 @@ def folded_gate(
         hidden, None, inv_std, weights.norm_weight, weights.norm_bias, weights.w2, None, None,
         share, offset, None, None, None, None, w, *NOTHING[:7], None, None, n, channels, units,
         0.0, GATE_NORM_EPS, blocks, 0, 1.0, *NOTHING.momenta, DEPTHS=depths,
-        DP=power_of_2(depths), WHOLE=units <= MOST_DEPTH, num_stages=1, **tile(units, MOST_DEPTH),
+        DP=power_of_2(depths), **tile_of_units(units),
     )  # fmt: skip
     return w

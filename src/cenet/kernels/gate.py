@@ -23,15 +23,15 @@ from cenet.kernels.statistics import (
     mean_of_chunks,
     sum_of_rows,
 )
-from cenet.kernels.tiles import at_least_0, ceil_div, dot, power_of_2
+from cenet.kernels.tiles import FEW_PROGRAMS, at_least_0, ceil_div, dot, power_of_2
 
 # a program takes ROWS samples and WIDTH columns of the result, and adds up DEPTH terms at a time
 ROWS = 16
 WIDTH = 32
 DEPTH = 64
 WARPS = 4
-MOST_DEPTH = 256
-PARTS = 4  # of the hidden layer, which programs compute apart from each other
+MOST_DEPTH = 128
+PARTS = 4  # of the hidden layer at most, which programs compute apart from each other
 
 
 class GateWeights(NamedTuple):
@@ -333,17 +333,25 @@ def gate_forward(
         state.inv_std, state.gates[1], *averages[:7], found.values if moving else None,
         found.matrices if moving else None, n, channels, units, eps, GATE_NORM_EPS, blocks,
         entries, correction, *averages.momenta, DEPTHS=depths, DP=power_of_2(depths),
-        WHOLE=units <= MOST_DEPTH, num_stages=1, **tile(units, MOST_DEPTH),
+        **tile_of_units(units),
     )  # fmt: skip
 
 
-def span_of(channels: int) -> int:
-    """Channels of a part of the hidden layer, but of the last."""
+def span_of(n: int, channels: int, units: int) -> int:
+    """Channels of a part of the hidden layer, but of the last; as many parts as fill the device."""
     depth = tile(channels)["BK"]
-    return ceil_div(ceil_div(channels, PARTS), depth) * depth
+    parts = max(1, min(PARTS, FEW_PROGRAMS // (ceil_div(n, ROWS) * ceil_div(units, WIDTH))))
+    return ceil_div(ceil_div(channels, parts), depth) * depth
 
 
 def tile(depth: int, most: int = DEPTH) -> dict[str, int]:
     """What a kernel that adds up so many terms is compiled for."""
     deep = min(most, power_of_2(depth))
     return {"BN": ROWS, "BW": WIDTH, "BK": deep, "num_warps": 8 if deep > DEPTH else WARPS}
+
+
+def tile_of_units(units: int) -> dict[str, int]:
+    """The same of one that adds up over hidden units: all at a time, if they are few."""
+    whole = units <= MOST_DEPTH
+    cut = tile(units, MOST_DEPTH if whole else DEPTH)
+    return {**cut, "WHOLE": whole, "num_stages": 1 if whole else 3}
