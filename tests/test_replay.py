@@ -1,5 +1,8 @@
 """A pass that is started again does what it did when it was worked out, with other tensors."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -150,6 +153,18 @@ def test_the_oldest_pass_is_forgotten(device, monkeypatch, worked_out):
         Kernels(Reference(Launch(n=n, device=device))).forward()
     assert len(replay._passes) == 2
     assert len(worked_out) == 4
+
+
+@each_device
+def test_no_tensor_is_kept(device):
+    kernels = Kernels(Reference(Launch(device=device, residual=True)))
+    y, state = kernels.forward()
+    grads = kernels.backward(upstream_of(y), y, state)
+    mine = [weakref.ref(t) for t in (kernels.x, kernels.residual, y, state, grads["x"])]
+    assert replay._passes
+    del kernels, y, state, grads
+    gc.collect()
+    assert [tensor() for tensor in mine] == [None] * 5
 
 
 @each_device

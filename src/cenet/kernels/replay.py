@@ -105,6 +105,7 @@ class _Recorder:
         for place, argument in enumerate(args):
             if not isinstance(argument, Tensor):
                 continue
+            arguments[place] = None  # or it would never be freed
             if argument.numel() == 0:
                 arguments[place] = argument if INTERPRETED else 0
                 continue
