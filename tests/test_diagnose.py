@@ -148,6 +148,8 @@ def test_a_wrong_layer_is_found_with_the_first_images():
 def test_ctrl_c_ends_in_one_word(folder, tmp_path):
     command = (
         "import signal, cenet.analysis.command, cenet.cli\n"
+        # a shell starts what runs in the background deaf to it
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "cenet.analysis.command.find_images = lambda *_: signal.raise_signal(signal.SIGINT)\n"
         "cenet.cli.main()"
     )
