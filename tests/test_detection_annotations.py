@@ -97,6 +97,7 @@ def test_what_is_good_of_an_annotation_stays():
     "changes",
     [
         {"segmentation": [SQUARE[::-1]]},
+        {"segmentation": [[10.0, 10.0, 10.0, 30.0, 30.0, 30.0, 30.0, 10.0]]},  # the other way round
         {"segmentation": [SQUARE[6:] + SQUARE[:6]]},
         {"bbox": [10, 10, 0.5, 0.5]},
         {"segmentation": {"size": [40, 60], "counts": [100, 300, 2000]}},
@@ -109,6 +110,15 @@ def test_unusual_annotations_are_kept(changes):
     (record,) = found["annotations"]
     assert record["iscrowd"] == changes.get("iscrowd", 0)
     assert outline_mask(record["segmentation"], 40, 60, (1.0, 1.0)).sum() > 0
+
+
+def test_an_object_that_says_nothing_of_crowds_is_none():
+    given = annotation()
+    del given["iscrowd"], given["area"]
+    found, faults = clean(coco(given), lambda record: None)
+    assert not faults
+    assert found["annotations"][0]["iscrowd"] == 0
+    assert found["annotations"][0]["area"] == 400.0
 
 
 def test_classes_are_in_the_order_of_their_ids():

@@ -1,5 +1,6 @@
 """Folders of COCO's layout: what is read, what is told, what is refused."""
 
+import csv
 import io
 import json
 import shutil
@@ -15,6 +16,7 @@ from cenet.detection.data import load, scenes
 from cenet.detection.evaluation import score
 from cenet.detection.loaders import sample
 from cenet.detection.recipes import RECIPES
+from cenet.detection.run import write_left_out
 
 
 def test_crowds_are_not_trained_on():
@@ -168,11 +170,24 @@ def test_categories_with_other_ids(ids, folder):
 
 
 def test_the_newest_of_several_years_is_read(folder):
+    alone = [part.digest() for part in load(RECIPES["resnet50_ce"], folder)]
     for part in ("train", "val"):
         shutil.copytree(folder / f"{part}2017", folder / f"{part}2014")
         old = folder / "annotations" / f"instances_{part}2014.json"
         old.write_text(json.dumps(coco(annotation(), annotation(), annotation())))
-    assert [part.name for part in load(RECIPES["resnet50_ce"], folder)] == ["train2017", "val2017"]
+    both = load(RECIPES["resnet50_ce"], folder)
+    assert [part.name for part in both] == ["train2017", "val2017"]
+    assert [part.digest() for part in both] == alone
+
+
+def test_what_was_left_out_is_listed(tmp_path):
+    good = scenes("val", coco(annotation()), pixels=[])
+    bad = scenes("train", coco(annotation(), annotation(id=5, category_id=4)), pixels=[])
+    write_left_out(tmp_path / "none.csv", {"val": good})
+    assert not (tmp_path / "none.csv").exists()
+    write_left_out(tmp_path / "some.csv", {"train": bad, "val": good})
+    rows = list(csv.reader((tmp_path / "some.csv").read_text().splitlines()))
+    assert rows == [["part", "fault", "which"], ["train", "objects of unknown categories", "5"]]
 
 
 def test_data_that_is_not_there():

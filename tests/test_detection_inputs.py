@@ -62,6 +62,7 @@ def test_run_length_codes_are_masks_too():
 def test_sizes():
     assert scaled_size(480, 640, 800, 1333) == (800, 1066)
     assert scaled_size(300, 900, 800, 1333) == (444, 1333)
+    assert scaled_size(1, 20, 800, 13) == (1, 13)
 
 
 def test_batches_depend_on_seed_epoch_and_image_alone():

@@ -44,6 +44,9 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(name, tmp_path):
             first.run()
         assert saving.newest(out)[2]["position"]["updates"] == update
         torch.manual_seed(99)  # nothing of this process may matter
+        about = json.loads((out / "run.json").read_text())
+        about["environment"]["commit"] = "the first"
+        (out / "run.json").write_text(json.dumps(about))
         second = trainer(recipe, out, few_digits())
         assert "resuming from step-" in second.resume()
         second.run()
@@ -51,6 +54,7 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(name, tmp_path):
         about = json.loads((out / "run.json").read_text())
         assert len(about["resumed"]) == 1
         assert about["environment"].keys() == about["resumed"][0].keys()
+        assert about["environment"]["commit"] == "the first" != about["resumed"][0]["commit"]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -84,7 +88,8 @@ def test_other_images_are_another_run(few_files, tmp_path):
     again = resumed(few_files, recipe, tmp_path / "files")
     elsewhere = [Path("/elsewhere", *path.parts[-2:]) for path in few_files.train.paths]
     assert again(few_files._replace(train=few_files.train._replace(paths=elsewhere)))
-    for paths in (elsewhere[::-1], [*elsewhere[:-1], elsewhere[0]]):
+    renamed = [Path("/elsewhere", "other", path.name) for path in elsewhere]
+    for paths in (elsewhere[::-1], [*elsewhere[:-1], elsewhere[0]], renamed):
         with pytest.raises(ValueError, match="images or what is known about them differ"):
             again(few_files._replace(train=few_files.train._replace(paths=paths)))
 

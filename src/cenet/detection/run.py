@@ -72,13 +72,14 @@ def train(job: DetectionJob) -> dict[str, Any]:
         if own.is_first:
             parts = {part.name: part for part in data}  # they may be the same
             print(*(part.report() for part in parts.values()), sep="\n", flush=True)
-            _write_left_out(job.options.out / LEFT_OUT, parts)
+            write_left_out(job.options.out / LEFT_OUT, parts)
         return DetectionTrainer(job.recipe, data, job.options, own, job.checkpoint)
 
     return carry_out(build, job.options, job.device)
 
 
-def _write_left_out(path: Path, parts: dict[str, Scenes]) -> None:
+def write_left_out(path: Path, parts: dict[str, Scenes]) -> None:
+    """List what is not trained or tested on, and why; no file if that is nothing."""
     rows = [
         (name, fault, one)
         for name, part in parts.items()
