@@ -57,6 +57,17 @@ def test_two_processes_stop_resume_and_become_one(tmp_path):
     assert not torch.equal(tensors["chance.0.torch"], tensors["chance.1.torch"])
 
 
+@pytest.mark.gpu
+def test_one_process_of_torchrun_on_a_gpu(tmp_path):
+    """NCCL starts and ends; more processes need more GPUs."""
+    arguments = ("train", "digits_ce", "--epochs", "2", "--device", "cuda", "--sync-ce", "True")
+    alone, among = tmp_path / "alone", tmp_path / "among"
+    subprocess.run([sys.executable, "-m", "cenet", *arguments, "--out", str(alone)], check=True)
+    assert torchrun(*arguments, "--out", str(among), processes=1).wait(200) == 0
+    for one, other in zip(metrics(alone), metrics(among), strict=True):
+        assert one["train_loss"] == pytest.approx(other["train_loss"], rel=1e-3)
+
+
 def test_a_folder_that_holds_a_run_stops_all_processes(tmp_path, capfd):
     arguments = ("train", "digits_ce", *SMALL, "--out", str(tmp_path))
     assert torchrun(*arguments).wait(120) == 0
