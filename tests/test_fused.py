@@ -67,6 +67,22 @@ def test_layers_and_their_buffers_match_the_plain_path(name, device):
 
 
 @each_device
+def test_parameters_with_gaps(device):
+    """As slices of other tensors have them, columns for example."""
+    module = block().to(device)
+    for owner in (module.norm, module.ce.ir.norm):
+        for name in ("weight", "bias"):
+            columns = torch.stack([getattr(owner, name).data, torch.zeros_like(owner.weight)], 1)
+            setattr(owner, name, nn.Parameter(columns.to(device)[:, 0]))
+    assert not module.norm.weight.is_contiguous()
+    x = images(device=device)
+    with kernels_on(device):
+        actual = gradients(module, x)
+    with ops.backend("torch"):
+        assert_same(actual, gradients(module, x), 2e-5)
+
+
+@each_device
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
 @pytest.mark.parametrize("name", ["relu", "ce alone", "ir", "bd pool"])

@@ -173,12 +173,12 @@ def _block_and_settings(fixed: Any, gate: Any, constants: Any) -> tuple[Any, Any
     from cenet.kernels import layer
     from cenet.kernels.gate import GateWeights
 
-    w1, norm_weight, norm_bias, w2, mix_logit, blend = gate
-    weights = None
-    if w1 is not None:
-        weights = GateWeights(w1.contiguous(), norm_weight, norm_bias, w2.contiguous())
+    # kernels take vectors and matrices without gaps
+    fixed = [None if tensor is None else tensor.contiguous() for tensor in fixed]
+    *weights, mix_logit, blend = gate
+    whole = None if weights[0] is None else GateWeights(*(w.contiguous() for w in weights))
     mode, *rest = constants
-    return layer.Block(*(*fixed, weights, mix_logit, blend)), layer.Settings(Mode(*mode), *rest)
+    return layer.Block(*(*fixed, whole, mix_logit, blend)), layer.Settings(Mode(*mode), *rest)
 
 
 def _folded_ce(
