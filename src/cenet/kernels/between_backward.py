@@ -40,7 +40,10 @@ from cenet.kernels.statistics import (
     chunk_constants,
     group_constants,
 )
-from cenet.kernels.tiles import FEW_PROGRAMS, ceil_div, power_of_2
+from cenet.kernels.tiles import ceil_div, power_of_2
+
+# programs of eight warps that run at a time: about two on each multiprocessor
+ROOM = 272
 
 
 class SmallGradients(NamedTuple):
@@ -344,8 +347,8 @@ def between_backward(
     weights = ceil_div(units, WIDTH) * (2 * columns + 1) + 1 if gate is not None else 0
     finishers = groups * ceil_div(n, cut["BN"])
     del constants["BR"]
-    if gate is not None and finishers + weights <= FEW_PROGRAMS + 16:
-        constants["num_warps"] = 8  # a device has room for two such programs at a time
+    if gate is not None and finishers + weights <= ROOM:
+        constants["num_warps"] = 8
     launch(
         _last_kernel, (finishers + weights,),
         chunk_sums, *(back[:3] if back else (None,) * 3), found.values, found.instances,

@@ -76,6 +76,13 @@ def _of_samples(ptr, n, channel, inside, C):
 
 
 @triton.jit
+def _standardized(x_ptr, offsets, inside, center, rstd):
+    """x̂ of a tile."""
+    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    return (x - center[None, :]) * rstd[None, :]
+
+
+@triton.jit
 def _sum_in_samples(values, S: tl.constexpr, SP: tl.constexpr, BC: tl.constexpr):
     """(S·SP, BC) → (S, BC)."""
     return tl.sum(tl.reshape(values, (S, SP, BC)), 1)
@@ -161,8 +168,7 @@ def _forward_few_kernel(
 ):
     _, n, channel, valid, offsets, inside = _tile(N, C, L, K, S, SP, BC, CHANNELS_LAST)
     center, rstd, gamma, beta, offset = load_channel_values(values_ptr, channel, valid, C)
-    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    x = (x - center[None, :]) * rstd[None, :]
+    x = _standardized(x_ptr, offsets, inside, center, rstd)
     P = None
     if P_ptr is not None:
         P = load_matrix(P_ptr, channel[:, None], channel[None, :], valid, K)
@@ -198,8 +204,7 @@ def _reduce_few_kernel(
 ):
     row, n, channel, valid, offsets, inside = _tile(N, C, L, K, S, SP, BC, CHANNELS_LAST)
     center, rstd, gamma, beta, offset = load_channel_values(values_ptr, channel, valid, C)
-    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    x = (x - center[None, :]) * rstd[None, :]
+    x = _standardized(x_ptr, offsets, inside, center, rstd)
     g = tl.load(grad_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     if y_ptr is not None:
         y = tl.load(y_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
@@ -242,8 +247,7 @@ def _backward_few_kernel(
 ):
     _, n, channel, valid, offsets, inside = _tile(N, C, L, K, S, SP, BC, CHANNELS_LAST)
     center, rstd, gamma, beta, offset = load_channel_values(values_ptr, channel, valid, C)
-    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    x = (x - center[None, :]) * rstd[None, :]
+    x = _standardized(x_ptr, offsets, inside, center, rstd)
     g = tl.load(grad_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     w = _of_samples(w_ptr, n, channel, inside, C)
     P = None
