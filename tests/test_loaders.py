@@ -197,6 +197,23 @@ def test_workers_end_with_a_run_that_fails(fails, pause, message):
     assert re.fullmatch(message, found.stderr)
 
 
+def test_workers_end_with_an_error_of_their_reader():
+    """Nobody catches it, so Python keeps the iterator, and with it they were kept alive."""
+    script = (
+        "from cenet.train.loaders import loaded\n"
+        "def read():\n"
+        "    batches = loaded(range(9), [[0], [1], [2]], workers=2, seed=0)\n"
+        "    next(batches)\n"
+        "    raise RuntimeError('out of memory')\n"
+        "read()\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert found.returncode == 1
+    assert found.stderr.endswith("RuntimeError: out of memory\n")
+
+
 def gradient(path, size):
     """An image that grows from left to right and from top to bottom, in a file."""
     ramp = torch.arange(size, dtype=torch.uint8)

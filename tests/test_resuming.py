@@ -139,6 +139,21 @@ def test_a_test_image_that_cannot_be_read_does_not_cost_the_epoch(files_folder, 
     assert train(Job(recipe, options, root, device="cpu"))["epoch"] == 1
 
 
+def test_momenta_come_back_in_the_layout_of_their_weights(tmp_path):
+    """Fused optimizers refuse others, and a file knows none."""
+    first = trainer(TINY, tmp_path, few_digits(), channels_last=True)
+    stop_at(first, 2)
+    with pytest.raises(Interrupted):
+        first.run()
+    second = trainer(TINY, tmp_path, few_digits(), channels_last=True)
+    second.resume()
+    apart = 0
+    for weight, state in second.optimizer.state.items():
+        assert state["momentum_buffer"].stride() == weight.stride()
+        apart += not weight.is_contiguous()
+    assert apart
+
+
 def test_a_second_interrupt_stops_at_once(tmp_path):
     before = signal.getsignal(signal.SIGINT)
     engine = trainer(TINY, tmp_path, few_digits())
@@ -233,7 +248,7 @@ def test_an_interrupted_run_of_cuda_graphs_goes_on(tmp_path):
     device = Processes(0, 1, torch.device("cuda", 0))
 
     def trainer(name, epochs):
-        options = Options(tmp_path / name, resume="auto", cuda_graphs=True)
+        options = Options(tmp_path / name, resume="auto", cuda_graphs=True, channels_last=True)
         return Trainer(replace(TINY, epochs=epochs), few_digits(), options, device)
 
     whole = trainer("whole", 3)

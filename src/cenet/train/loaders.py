@@ -9,6 +9,7 @@ import signal
 from collections.abc import Iterator
 from functools import partial
 from hashlib import sha256
+from multiprocessing.util import Finalize
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -252,6 +253,8 @@ def loaded(
         generator=torch.Generator().manual_seed(seed),
     )
     found = _started(loader)
+    # also when Python ends while somebody, a traceback for one, keeps this iterator
+    end = Finalize(None, _end, (found,), exitpriority=0) if workers else None
     try:
         yield from found
     except ValueError as error:  # a worker's comes with its traceback as text
@@ -260,12 +263,8 @@ def loaded(
     except RuntimeError as error:
         _explain(error)
     finally:
-        if workers:
-            found._shutdown_workers()
-            # they are deaf to the signal by which Python would end them, and one that has died may
-            # have taken with it what the others wait for
-            for worker in found._workers:
-                worker.kill()
+        if end is not None:
+            end()
 
 
 def _started(loader: Any) -> Any:
@@ -277,6 +276,17 @@ def _started(loader: Any) -> Any:
         for worker in set(multiprocessing.active_children()) - before:
             worker.kill()
         _explain(error)
+
+
+def _end(found: Any) -> None:
+    """End the workers of an iterator.
+
+    They are deaf to the signal by which Python would end them, and one that has died may have taken
+    with it what the others wait for.
+    """
+    found._shutdown_workers()
+    for worker in found._workers:
+        worker.kill()
 
 
 def _explain(error: RuntimeError) -> NoReturn:

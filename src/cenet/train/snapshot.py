@@ -54,6 +54,11 @@ def load_optimizer_(optimizer: Optimizer, tensors: Tensors, facts: Facts) -> Non
         index, _, name = key.partition(".")
         state.setdefault(int(index), {})[name] = value
     optimizer.load_state_dict({"state": state, "param_groups": facts["groups"]})
+    for parameter, values in optimizer.state.items():
+        for name, value in values.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                # Fused optimizers want strides like the parameter's: files know no channels_last.
+                values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def seed_everything(seed: int) -> None:
