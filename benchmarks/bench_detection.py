@@ -2,17 +2,19 @@
 
 Steps of the networks take turns inside one process, on the same batches. With --epochs they are
 then trained from scratch on the whole folder without augmentation, in the loop of `cenet detect
-train`, and a page of each run is written.
+train`, and a page of each run is written. Processes that read images start anew in each epoch: of a
+small set, --times says how often an image comes in one.
 
     PYTHONPATH=src python benchmarks/bench_detection.py --data COCO128 --batch 16
     PYTHONPATH=src python benchmarks/bench_detection.py --data COCO128 --rounds 0 --networks ce \
-        --size 400 --batch 8 --epochs 110 --lr 0.04 --workers 3 --runs runs
+        --size 400 --batch 8 --epochs 10 --times 16 --lr 0.04 --workers 5 --runs runs
     PYTHONPATH=src python benchmarks/bench_detection.py --size 64 --rounds 2   # smoke test
 
 Without --data the images are drawn shapes, resized.
 """
 
 import argparse
+import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -86,6 +88,7 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", choices=BACKBONES, default=list(BACKBONES))
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=SETTINGS)
     parser.add_argument("--epochs", type=int, default=0, help="of training to overfit")
+    parser.add_argument("--times", type=int, default=1, help="each image comes in an epoch of that")
     parser.add_argument("--lr", type=float, default=0.02, help="of that, for 16 images")
     parser.add_argument("--workers", type=int, default=0, help="of that")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folders of that")
@@ -131,7 +134,32 @@ def time_steps(args: argparse.Namespace, device: torch.device) -> list[dict[str,
     return rows
 
 
+def repeated(data: Path, times: int, out: Path) -> Path:
+    """A folder whose epoch has each image of `data` so many times, and whose test has it once."""
+    whole = json.loads((data / "instances.json").read_text())
+    (out / "annotations").mkdir(parents=True, exist_ok=True)
+    for name in ("train2017", "val2017"):
+        if not (out / name).exists():
+            (out / name).symlink_to((data / "images").resolve())
+    (out / "annotations" / "instances_val2017.json").write_text(json.dumps(whole))
+    images, objects = whole["images"], whole["annotations"]
+    step = 1 + max(record["id"] for record in images + objects)
+    many = {
+        "images": [{**one, "id": one["id"] + k * step} for k in range(times) for one in images],
+        "annotations": [
+            {**one, "id": one["id"] + k * step, "image_id": one["image_id"] + k * step}
+            for k in range(times)
+            for one in objects
+        ],
+    }
+    (out / "annotations" / "instances_train2017.json").write_text(json.dumps({**whole, **many}))
+    return out
+
+
 def overfit(args: argparse.Namespace, device: torch.device) -> None:
+    data = args.data
+    if args.times > 1:
+        data = repeated(data, args.times, args.runs / f"times_{args.times}")
     for name in args.networks:
         recipe = recipe_of(
             args, BACKBONES[name], setting="scratch", trainable_layers=5, epochs=args.epochs,
@@ -143,10 +171,10 @@ def overfit(args: argparse.Namespace, device: torch.device) -> None:
             out, resume="auto", evaluate_every=-(-args.epochs // 2), workers=args.workers,
             channels_last=device.type == "cuda",
         )  # fmt: skip
-        last = train(DetectionJob(recipe, options, args.data, device=device.type))
+        last = train(DetectionJob(recipe, options, data, device=device.type))
         found = {key: round(value, 3) for key, value in last.items() if "_ap" in key}
         print(f"{name}: {last['updates']} updates, loss {last['train_loss']:.3f}, {found}")
-        print(f"wrote {show_run(out, args.data, device.type)}", flush=True)
+        print(f"wrote {show_run(out, data, device.type)}", flush=True)
 
 
 if __name__ == "__main__":

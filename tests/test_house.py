@@ -67,8 +67,9 @@ LEVELS = [
         *("analysis.examination", "analysis"),
     ),
     (
-        *("train.course", "train.recipes", "train.data", "train.inputs", "train.loaders"),
-        *("train.saving", "train.snapshot", "train.processes", "train.setup", "train.interrupts"),
+        *("train.course", "train.recipes", "train.data", "train.inputs", "train.interrupts"),
+        "train.loaders",
+        *("train.saving", "train.snapshot", "train.processes", "train.setup"),
         "train.diagnosis",
         *(
             "train.evaluation",

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from torch import nn
 
+import cenet.train.loaders as loaders
 from cenet.train.data import (
     Files,
     Resident,
@@ -146,15 +147,24 @@ def test_files_do_not_depend_on_workers_or_on_where_an_epoch_begins(folder, augm
         assert shown.isdisjoint(round(float(images.sum()), 3) for images, _ in loader(0).epoch(2))
 
 
-def test_workers_leave_signals_to_the_run(folder):
+def test_workers_leave_signals_to_the_run(folder, monkeypatch):
     """A signal to the whole group must not take them away before the run has saved."""
     files = image_folders(folder, 32, resident=True).train
     loader = FilesLoader(
         files, inputs_of(files), Shard(16, 1), augment="none", size=32, seed=0, device=CPU,
         channels_last=False, workers=1,
     )  # fmt: skip
+
+    def signalled(worker):  # before it is deaf
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        leave(worker)
+
+    leave = loaders._leave_signals_to_the_run
+    monkeypatch.setattr(loaders, "_leave_signals_to_the_run", signalled)
     batches = loader.epoch(0)
     next(batches)
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
     (worker,) = multiprocessing.active_children()
     for number in (signal.SIGTERM, signal.SIGINT):
         os.kill(worker.pid, number)
@@ -202,13 +212,13 @@ def test_workers_end_with_an_error_of_their_reader():
     script = (
         "from cenet.train.loaders import loaded\n"
         "def read():\n"
-        "    batches = loaded(range(9), [[0], [1], [2]], workers=2, seed=0)\n"
+        "    batches = loaded(range(60), [[i] for i in range(60)], workers=6, seed=0)\n"
         "    next(batches)\n"
         "    raise RuntimeError('out of memory')\n"
         "read()\n"
     )
     found = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=40
     )
     assert found.returncode == 1
     assert found.stderr.endswith("RuntimeError: out of memory\n")

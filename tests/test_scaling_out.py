@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -178,6 +179,9 @@ def test_lightning_synchronizes_ce_and_takes_it_back(tmp_path):
         logger=False, enable_checkpointing=False, enable_progress_bar=False,
         default_root_dir=tmp_path,
     )  # fmt: skip
-    trainer.fit(model, torch.utils.data.DataLoader(data, 16))
+    try:
+        trainer.fit(model, torch.utils.data.DataLoader(data, 16))
+    finally:
+        dist.destroy_process_group()  # Lightning keeps it, and other tests would see it
     assert model.seen == [[True] * 6] * 2
     assert all(layer.sync is None for _, layer in ce_layers(model.network))

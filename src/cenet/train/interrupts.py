@@ -1,9 +1,12 @@
 """SIGTERM and SIGINT: ask the run to save and stop; a second SIGINT stops it at once."""
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # of the process, when a run was interrupted and has been saved: try again later
 INTERRUPTED = 75
 
@@ -18,7 +21,7 @@ class Interrupts:
 
     def __enter__(self) -> "Interrupts":
         """Take the signals over."""
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in SIGNALS:
             self._before[number] = signal.signal(number, self._note)
         return self
 
@@ -30,3 +33,19 @@ class Interrupts:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.asked = signal.Signals(number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def ignore() -> None:
+    """Be deaf to them."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Have them wait until this context ends; processes that are started in it are born so."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

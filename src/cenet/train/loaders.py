@@ -5,8 +5,8 @@ processes, and not on where a run was interrupted.
 """
 
 import multiprocessing
-import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from hashlib import sha256
 from multiprocessing.util import Finalize
@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 
+import cenet.train.interrupts as interrupts
 from cenet.train.data import Files, Resident, read_image
 from cenet.train.inputs import Inputs
 from cenet.train.recipes import Augment, Recipe
@@ -253,8 +254,9 @@ def loaded(
         generator=torch.Generator().manual_seed(seed),
     )
     found = _started(loader)
-    # also when Python ends while somebody, a traceback for one, keeps this iterator
-    end = Finalize(None, _end, (found,), exitpriority=0) if workers else None
+    # also when Python ends while somebody, a traceback for one, keeps this iterator; before queues
+    # are closed (10), by which workers hear of it
+    end = Finalize(None, _end, (found,), exitpriority=20) if workers else None
     try:
         yield from found
     except ValueError as error:  # a worker's comes with its traceback as text
@@ -271,7 +273,8 @@ def _started(loader: Any) -> Any:
     """An iterator whose workers run; one may die while the others are still being started."""
     before = set(multiprocessing.active_children())
     try:
-        return iter(loader)
+        with interrupts.held_back():  # workers inherit that, until they are deaf
+            return iter(loader)
     except RuntimeError as error:
         for worker in set(multiprocessing.active_children()) - before:
             worker.kill()
@@ -284,7 +287,8 @@ def _end(found: Any) -> None:
     They are deaf to the signal by which Python would end them, and one that has died may have taken
     with it what the others wait for.
     """
-    found._shutdown_workers()
+    with suppress(RuntimeError):  # of a worker that dies now
+        found._shutdown_workers()
     for worker in found._workers:
         worker.kill()
 
@@ -301,8 +305,7 @@ def _explain(error: RuntimeError) -> NoReturn:
 
 def _leave_signals_to_the_run(_worker: int) -> None:
     """A signal to the whole group must not take the workers away before the run has saved."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+    interrupts.ignore()
 
 
 def _placed(
