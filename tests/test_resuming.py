@@ -1,6 +1,7 @@
 """Interrupted and resumed runs equal uninterrupted ones."""
 
 import csv
+import ctypes
 import errno
 import json
 import os
@@ -152,6 +153,24 @@ def test_momenta_come_back_in_the_layout_of_their_weights(tmp_path):
         assert state["momentum_buffer"].stride() == weight.stride()
         apart += not weight.is_contiguous()
     assert apart
+
+
+def test_a_compiler_that_takes_signals_over_does_not_keep_them(tmp_path):
+    """Under Python, in C, as Triton's does."""
+    engine = trainer(TINY, tmp_path, few_digits())
+    add = engine.add_gradients
+
+    def compiled(batch):
+        if engine.position.updates == 1:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                ctypes.CDLL(None).signal(int(number), ctypes.c_void_p(signal.SIG_IGN))
+        add(batch)
+
+    engine.add_gradients = compiled
+    stop_at(engine, 3)
+    with pytest.raises(Interrupted):
+        engine.run()
+    assert saving.newest(tmp_path)[2]["position"]["updates"] == 3
 
 
 def test_a_second_interrupt_stops_at_once(tmp_path):

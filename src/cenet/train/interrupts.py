@@ -25,6 +25,16 @@ class Interrupts:
             self._before[number] = signal.signal(number, self._note)
         return self
 
+    def reclaim(self) -> None:
+        """Take them over again, if none has come yet.
+
+        Triton's compiler puts handlers of its own before Python's. They pass the first signal on,
+        but the second of two in a row, as `timeout` sends them, kills.
+        """
+        if self.asked is None:
+            for number in SIGNALS:
+                signal.signal(number, self._note)
+
     def __exit__(self, *_: object) -> None:
         """Give them back."""
         for number, handler in self._before.items():

@@ -199,6 +199,7 @@ class Loop(ABC):
                 self._tell(time.perf_counter() - started)
             position.seconds = time.perf_counter() - started
             every = self.options.checkpoint_every
+            interrupts.reclaim()
             if any_of(interrupts.asked is not None, self.processes):
                 self.save()
                 raise Interrupted
