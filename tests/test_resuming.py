@@ -70,6 +70,8 @@ def test_an_interrupted_run_over_files(workers, few_files, tmp_path):
     second.resume()
     second.run()
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
+    said = trainer(recipe, tmp_path / "cut", few_files, workers=workers).resume()
+    assert said.endswith(f": all {recipe.epochs} epochs are trained")
 
 
 def test_other_images_are_another_run(few_files, tmp_path):

@@ -21,10 +21,9 @@ def update_ce_stats(
     """Replace the running statistics of every CE layer by their plain average over batches of data.
 
     The rest of the network runs in evaluation mode, so the statistics are those evaluation will
-    meet and nothing
-    else changes: recalibrate batch norms first (`torch.optim.swa_utils.update_bn`) if they need it.
-        Frozen layers
-    keep theirs. If the loader fails or is empty, the old statistics come back.
+    meet and nothing else changes: recalibrate batch norms first, if they need it, by
+    `torch.optim.swa_utils.update_bn`. Frozen layers keep theirs. If the loader fails or is empty,
+    the old statistics come back.
 
     Args:
         model: the network.

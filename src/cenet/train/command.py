@@ -74,7 +74,7 @@ def ended(run: Callable[[], dict[str, Any]], out: Path) -> dict[str, Any]:
         return run()
     except Interrupted:
         if is_first():
-            print(f"interrupted and saved; go on with --resume auto --out {out}")
+            print(f"interrupted and saved; the same command with --resume auto goes on in {out}")
         sys.exit(INTERRUPTED)
     except (ValueError, OSError, NonFiniteLoss) as error:
         rank = os.environ.get("RANK", "0")

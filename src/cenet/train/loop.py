@@ -213,10 +213,11 @@ class Loop(ABC):
         position = self.position
         sums = position.sums.tolist()
         images = position.step * self.recipe.batch_size * self.processes.world
+        speed = images / seconds
         parts = (
             f"loss {sums[0] / sums[-1]:.4f}",
             self.note(sums),
-            f"{images / seconds:.0f} images/s",
+            f"{speed:.{0 if speed >= 10 else 2}f} images/s",
         )
         self.narrator.step(position.epoch, position.step, ", ".join(filter(None, parts)))
 
@@ -262,7 +263,8 @@ class Loop(ABC):
         last = f"the last good checkpoint is {kept[0]}" if kept else "no checkpoint was written yet"
         raise NonFiniteLoss(
             f"the loss is not finite in epoch {self.position.epoch + 1}, update "
-            f"{self.position.updates}: {where}. {last}. Lower --lr or raise --warmup-epochs"
+            f"{self.position.updates}: {where}. {last}. Lower --lr, raise --warmup-epochs or limit "
+            "gradients by --clip-grad"
         )
 
     def end_epoch(self) -> None:
@@ -369,6 +371,8 @@ class Loop(ABC):
             snapshot.set_chance(self.processes.device, states, facts["chance"][rank])
         said = [f"{problem}; using an older one" for problem in problems]
         where = f"epoch {self.position.epoch + 1}, step {self.position.step}"
+        if self.position.epoch == self.recipe.epochs:
+            where = f"all {self.recipe.epochs} epochs are trained"
         return "\n".join([*said, f"resuming from {path.name}: {where}"])
 
     def _check_recipe(self, path: Path, facts: dict[str, Any]) -> None:
