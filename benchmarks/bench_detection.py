@@ -96,6 +96,8 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="where runs of training go")
     parser.add_argument("--out", type=Path, default=RESULTS / "detection.csv", help="rows of steps")
     args = parser.parse_args()
+    if args.times > 1 and args.data is None:
+        parser.error(f"--times {args.times} repeats the images of --data, which is missing")
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if args.rounds:
@@ -141,8 +143,8 @@ def repeated(data: Path, times: int, out: Path) -> Path:
     whole = json.loads((data / "instances.json").read_text())
     (out / "annotations").mkdir(parents=True, exist_ok=True)
     for name in ("train2017", "val2017"):
-        if not (out / name).exists():
-            (out / name).symlink_to((data / "images").resolve())
+        (out / name).unlink(missing_ok=True)
+        (out / name).symlink_to((data / "images").resolve())
     (out / "annotations" / "instances_val2017.json").write_text(json.dumps(whole))
     images, objects = whole["images"], whole["annotations"]
     step = 1 + max(record["id"] for record in images + objects)

@@ -104,6 +104,28 @@ def test_a_folder_of_coco_is_read_and_its_faults_are_told(folder):
     assert split.train.read(1)[0, 0, 0] == 2
 
 
+def test_names_that_no_file_can_have_are_missing_files(folder):
+    path = folder / "annotations" / "instances_train2017.json"
+    given = coco(annotation(), images=4)
+    given["images"][1]["file_name"] = "\ud800.png"
+    given["images"][2]["file_name"] = "x" * 5000
+    path.write_text(json.dumps(given))
+    split = load(RECIPES["resnet50_ce"], folder)
+    _, *faults = split.train.report().splitlines()
+    assert sum("images whose file" in line for line in faults) == 2
+    assert "\\ud800.png" in split.train.report().encode().decode()
+
+
+def test_a_mask_of_whole_numbers_written_as_fractions_is_tested_too(folder):
+    for part in ("train2017", "val2017"):
+        path = folder / "annotations" / f"instances_{part}.json"
+        mask = {"size": [40.0, 60.0], "counts": [400, 2000]}
+        path.write_text(json.dumps(coco(annotation(segmentation=mask), images=2)))
+    split = load(RECIPES["resnet50_ce"], folder)
+    (only,) = split.test.coco["annotations"]
+    assert all(type(side) is int for side in only["segmentation"]["size"])
+
+
 def test_one_file_of_annotations_is_for_both(folder):
     (folder / "val2017").rename(folder / "images")
     (folder / "annotations" / "instances_val2017.json").rename(folder / "instances.json")

@@ -1,17 +1,21 @@
 """Batches: their order, what happens to an image, worker processes."""
 
+import errno
 import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from PIL import Image
 from torch import nn
 
+import cenet.train.interrupts as interrupts
 import cenet.train.loaders as loaders
 from cenet.train.data import (
     Files,
@@ -155,6 +159,9 @@ def test_workers_leave_signals_to_the_run(folder, monkeypatch):
         channels_last=False, workers=1,
     )  # fmt: skip
 
+    # where the shell has switched it off, the test would see nothing
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
     def signalled(worker):  # before it is deaf
         for number in (signal.SIGTERM, signal.SIGINT):
             os.kill(os.getpid(), number)
@@ -169,6 +176,7 @@ def test_workers_leave_signals_to_the_run(folder, monkeypatch):
     for number in (signal.SIGTERM, signal.SIGINT):
         os.kill(worker.pid, number)
     assert len(list(batches)) == 15
+    signal.signal(signal.SIGINT, before)
 
 
 DEAD = r"a process that reads images has died \(.*by --workers\n"
@@ -205,6 +213,60 @@ def test_workers_end_with_a_run_that_fails(fails, pause, message):
     )
     assert found.returncode == 1
     assert re.fullmatch(message, found.stderr)
+
+
+def one_by_one(count, workers):
+    return loaders.loaded(range(count), [[i] for i in range(count)], workers=workers, seed=0)
+
+
+def test_workers_end_when_not_all_can_be_started(monkeypatch):
+    """And those of another reader go on."""
+    other = one_by_one(20, workers=1)
+    next(other)
+    (others,) = multiprocessing.active_children()
+    real, forks = os.fork, []
+
+    def fork():
+        forks.append(1)
+        if len(forks) == 2:
+            raise OSError(errno.EAGAIN, "try again")
+        return real()
+
+    monkeypatch.setattr(os, "fork", fork)
+    with pytest.raises(OSError, match="try again") as kept:
+        next(one_by_one(20, workers=3))
+    assert kept.value.errno == errno.EAGAIN
+    deadline = time.monotonic() + 20
+    while multiprocessing.active_children() != [others] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert multiprocessing.active_children() == [others]
+    assert len(list(other)) == 19
+
+
+def test_one_that_dies_while_workers_end_does_not_save_the_others():
+    killed = []
+
+    class Found:
+        _workers = [SimpleNamespace(kill=lambda: killed.append(1))] * 2
+
+        def _shutdown_workers(self):
+            raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed.")
+
+    loaders._end(Found())
+    assert killed == [1, 1]
+
+
+def test_signals_are_held_back_as_they_were_before():
+    def blocked():
+        return signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        with interrupts.held_back():
+            assert blocked() >= {signal.SIGTERM, signal.SIGINT}
+        assert blocked() == before | {signal.SIGTERM}
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def test_workers_end_with_an_error_of_their_reader():

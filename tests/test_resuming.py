@@ -4,6 +4,7 @@ import csv
 import ctypes
 import errno
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -116,13 +118,16 @@ def test_a_signal_to_workers_too_is_saved(files_folder, tmp_path):
     arguments = ["train", "digits_ce", "--dataset", "cifar10", "--image-size", "16", "--out"]
     arguments += [str(tmp_path / "run"), "--data", str(files_folder), "--device", "cpu"]
     arguments += ["--epochs", "500", "--batch-size", "4", "--workers", "2", "--warmup-epochs", "0"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "cenet", *arguments], start_new_session=True,
-    )  # fmt: skip
-    while process.poll() is None and not saving.checkpoints(tmp_path / "run"):
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGTERM)
-    assert process.wait(60) == 75
+    with subprocess.Popen(
+        [sys.executable, "-u", "-m", "cenet", *arguments], start_new_session=True,
+        stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        while process.poll() is None and not saving.checkpoints(tmp_path / "run"):
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGTERM)
+        assert any(line.startswith("interrupted and saved") for line in process.stdout)
+        os.killpg(process.pid, signal.SIGTERM)  # to make sure
+        assert process.wait(60) == 75
 
 
 def test_a_test_image_that_cannot_be_read_does_not_cost_the_epoch(files_folder, tmp_path):
@@ -173,6 +178,28 @@ def test_a_compiler_that_takes_signals_over_does_not_keep_them(tmp_path):
     with pytest.raises(Interrupted):
         engine.run()
     assert saving.newest(tmp_path)[2]["position"]["updates"] == 3
+
+
+def test_a_worker_that_dies_while_the_run_computes_is_explained(few_files, tmp_path, monkeypatch):
+    """torch raises wherever the run is."""
+    recipe = replace(TINY, augment="imagenet", image_size=16, dataset="imagenet", epochs=50)
+
+    def killing(engine, batch):
+        (worker, *_) = multiprocessing.active_children()
+        worker.kill()
+        while True:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(Trainer, "add_gradients", killing)
+    monkeypatch.setattr("cenet.train.run.load", lambda *_: few_files)
+    with pytest.raises(ValueError, match=r"a process that reads images has died .* --workers$"):
+        train(Job(recipe, Options(tmp_path, workers=2), device="cpu"))
+
+
+def test_a_thread_trains_without_signals(tmp_path):
+    with ThreadPoolExecutor(1) as threads:
+        done = threads.submit(trainer(TINY, tmp_path, few_digits()).run)
+    assert done.result()["epoch"] == TINY.epochs
 
 
 def test_a_second_interrupt_stops_at_once(tmp_path):

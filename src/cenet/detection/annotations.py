@@ -76,9 +76,10 @@ def _images(
     for place, record in enumerate(records):
         whole = isinstance(record, dict) and isinstance(record.get("file_name"), str)
         name = record["file_name"] if whole else f"the one at place {place}"
+        shown = name.encode(errors="backslashreplace").decode()  # names may be no text
         sizes = [record.get(side) for side in ("width", "height")] if whole else []
         if not whole or _id(record) is None or not all(_is_whole(s) and s > 0 for s in sizes):
-            faults["images without an id, a file name or a size"].append(name)
+            faults["images without an id, a file name or a size"].append(shown)
             continue
         width, height = map(int, sizes)
         image = {"id": len(images) + 1, "file_name": name, "width": width, "height": height}
@@ -86,7 +87,7 @@ def _images(
         if fault is None:
             images[record["id"]] = image
         else:
-            faults[fault].append(name)
+            faults[fault].append(shown)
     return images
 
 
@@ -155,7 +156,7 @@ def _outline(outline: Any, image: Record) -> tuple[Any, bool]:
     if not fine or sum(runs) != size[0] * size[1]:
         # the decoder would fill the rest with what happens to be in memory
         raise _Fault("objects whose run lengths do not fill their mask")
-    return outline, False
+    return {"size": [image["height"], image["width"]], "counts": counts}, False
 
 
 def _run_lengths(code: str) -> list[int]:

@@ -176,9 +176,9 @@ def _fault(root: Path, record: Record) -> str | None:
     path = root / record["file_name"]
     if max(size := (record["width"], record["height"])) > MOST_ELONGATED * min(size):
         return f"images more than {MOST_ELONGATED} times as long as wide"
-    if not path.is_file():
-        return "images whose file is missing"
     try:
+        if not path.is_file():
+            return "images whose file is missing"
         with Image.open(path) as image:  # reads the header only
             own = image.size
             if not _has_an_end(path):

@@ -8,8 +8,8 @@ from typing import Annotated, Any, TypeVar
 
 import tyro
 
+import cenet.train.interrupts as interrupts
 from cenet.train.diagnosis import NonFiniteLoss
-from cenet.train.interrupts import INTERRUPTED
 from cenet.train.loop import Interrupted
 from cenet.train.options import Options
 from cenet.train.recipes import RECIPES, find_recipe
@@ -73,9 +73,10 @@ def ended(run: Callable[[], dict[str, Any]], out: Path) -> dict[str, Any]:
     try:
         return run()
     except Interrupted:
+        interrupts.ignore()  # those who ask twice get the same answer
         if is_first():
             print(f"interrupted and saved; the same command with --resume auto goes on in {out}")
-        sys.exit(INTERRUPTED)
+        sys.exit(interrupts.INTERRUPTED)
     except (ValueError, OSError, NonFiniteLoss) as error:
         rank = os.environ.get("RANK", "0")
         raise SystemExit(str(error) if is_first() else f"process {rank}: {error}") from error

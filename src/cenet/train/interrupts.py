@@ -1,6 +1,7 @@
 """SIGTERM and SIGINT: ask the run to save and stop; a second SIGINT stops it at once."""
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -21,8 +22,9 @@ class Interrupts:
 
     def __enter__(self) -> "Interrupts":
         """Take the signals over."""
-        for number in SIGNALS:
-            self._before[number] = signal.signal(number, self._note)
+        if threading.current_thread() is threading.main_thread():  # others are not told
+            for number in SIGNALS:
+                self._before[number] = signal.signal(number, self._note)
         return self
 
     def reclaim(self) -> None:
@@ -32,7 +34,7 @@ class Interrupts:
         but the second of two in a row, as `timeout` sends them, kills.
         """
         if self.asked is None:
-            for number in SIGNALS:
+            for number in self._before:
                 signal.signal(number, self._note)
 
     def __exit__(self, *_: object) -> None:
@@ -46,9 +48,10 @@ class Interrupts:
 
 
 def ignore() -> None:
-    """Be deaf to them."""
+    """Be deaf to them from now on, also to those held back."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from hashlib import sha256
 from multiprocessing.util import Finalize
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -263,7 +263,8 @@ def loaded(
         reason = str(error).strip().splitlines()[-1].removeprefix("ValueError: ")
         raise ValueError(reason) from error
     except RuntimeError as error:
-        _explain(error)
+        explain(error)
+        raise
     finally:
         if end is not None:
             end()
@@ -275,10 +276,11 @@ def _started(loader: Any) -> Any:
     try:
         with interrupts.held_back():  # workers inherit that, until they are deaf
             return iter(loader)
-    except RuntimeError as error:
+    except BaseException as error:
         for worker in set(multiprocessing.active_children()) - before:
             worker.kill()
-        _explain(error)
+        explain(error)
+        raise
 
 
 def _end(found: Any) -> None:
@@ -293,14 +295,13 @@ def _end(found: Any) -> None:
         worker.kill()
 
 
-def _explain(error: RuntimeError) -> NoReturn:
-    """Raise the death of a worker in words that help; any other error as it is."""
-    if not str(error).startswith("DataLoader worker"):
-        raise error
-    raise ValueError(
-        f"a process that reads images has died ({error}); is there enough memory? Use fewer by "
-        "--workers"
-    ) from error
+def explain(error: BaseException) -> None:
+    """Raise the death of a worker in words that help; torch reports it wherever the run is."""
+    if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"):
+        raise ValueError(
+            f"a process that reads images has died ({str(error).strip()}); is there enough memory? "
+            "Use fewer by --workers"
+        ) from error
 
 
 def _leave_signals_to_the_run(_worker: int) -> None:

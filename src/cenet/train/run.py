@@ -18,7 +18,7 @@ from cenet.train.claims import claimed
 from cenet.train.data import load, load_test
 from cenet.train.engine import Trainer
 from cenet.train.evaluation import evaluate
-from cenet.train.loaders import Shard, training_loader
+from cenet.train.loaders import Shard, explain, training_loader
 from cenet.train.logbook import read_run
 from cenet.train.loop import Loop
 from cenet.train.options import Options, RunOptions
@@ -78,6 +78,9 @@ def carry_out(
                 if said and own.is_first:
                     print(said)
             return loop.run()
+    except RuntimeError as error:
+        explain(error)
+        raise
     finally:
         processes.finish()
 

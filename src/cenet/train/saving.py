@@ -107,5 +107,7 @@ def newest(folder: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any], list[
         except DamagedCheckpoint as error:
             problems.append(str(error))
     if problems:
-        raise DamagedCheckpoint("; ".join(problems))
+        raise DamagedCheckpoint(
+            f"{'; '.join(problems)}. None is whole: start anew in another --out"
+        )
     return None
