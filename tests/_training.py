@@ -12,6 +12,7 @@ from cenet.cli import main
 from cenet.train import RECIPES, saving
 from cenet.train.data import Split, digits
 from cenet.train.engine import Trainer
+from cenet.train.interrupts import SIGNALS
 from cenet.train.logbook import TIMES, read_metrics
 from cenet.train.options import Options
 from cenet.train.processes import Processes
@@ -63,9 +64,14 @@ def stop_at(engine, update, number=signal.SIGTERM):
 
 
 def call(monkeypatch, *arguments):
-    """The command, in this process."""
+    """The command, in this process, which is not about to end as after a signal."""
     monkeypatch.setattr(sys, "argv", ["cenet", *arguments])
-    main()
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        main()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def write_digits(root):
