@@ -86,7 +86,13 @@ def _fresh_compiler():
 
 @each_device
 @pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.parametrize("name", ["relu", "bd pool", "identity start", "ce alone"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("relu", "bd pool"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("identity start", "ce alone")),
+    ],
+)
 def test_compiled_blocks_are_one_graph_and_two_over_batch_sizes(name, device):
     eager = MODULES[name]().to(device)
     module = copy.deepcopy(eager)
