@@ -62,8 +62,11 @@ def test_recorder(training, device):
     for name, layer in expected.layers.items():
         own = found.layers[name]
         assert (own.mean - layer.mean).norm() < 1e-4 * layer.covariance.trace().sqrt()
-        for what in ("covariance", "mean_abs", "magnitude"):
+        for what in ("covariance", "mean_abs", "root_mean_square", "deviation", "magnitude"):
             assert_close(f"{what} of {name}", getattr(own, what), getattr(layer, what), 1e-4)
+        assert torch.equal(own.firing, layer.firing)
+        assert_close(f"reads of {name}", found.reads[name], expected.reads[name], 1e-4)
+    assert found.shared == expected.shared
 
 
 @each_device
@@ -72,11 +75,11 @@ def test_ablation(device):
 
     def outputs(model):
         model.eval()
-        ablation, seen = Ablation(model, "norm1.act"), []
+        ablation, seen = Ablation(model), []
         model.head.register_forward_hook(lambda module, args, y: seen.append(y.double()))
         labels = torch.zeros(len(x), dtype=torch.long, device=device)
-        ablation.top1([(x, labels)], off)
-        ablation.top1([(x, labels)])
+        ablation.run([(x, labels)], {"norm1.act": off})
+        ablation.run([(x, labels)])
         return torch.stack(seen)
 
     found, expected = both(device, outputs)
@@ -114,4 +117,6 @@ def test_a_diagnosis_is_the_same_on_a_gpu():
     for own, plain in zip(found.layers, expected.layers, strict=True):
         assert own.correlation == pytest.approx(plain.correlation, rel=1e-2)
         assert own.mean_abs == pytest.approx(plain.mean_abs, rel=1e-2, abs=1e-3)
+        assert own.contribution == pytest.approx(plain.contribution, rel=1e-2, abs=1e-3)
+        assert own.participation_ratio == pytest.approx(plain.participation_ratio, rel=1e-2)
         assert own.mix == plain.mix

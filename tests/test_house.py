@@ -62,9 +62,15 @@ LEVELS = [
     ),
     (
         *("environment", "analysis.channels", "analysis.statistics", "analysis.equilibrium"),
-        *("analysis.watching", "analysis.recorder", "analysis.ablation", "analysis.attribution"),
+        *(
+            "analysis.readers",
+            "analysis.watching",
+            "analysis.recorder",
+            "analysis.ablation",
+            "analysis.attribution",
+        ),
         *("analysis.monitor", "analysis.sample", "analysis.records", "analysis.diagnosis"),
-        *("analysis.examination", "analysis"),
+        *("analysis.verdict", "analysis.examination", "analysis"),
     ),
     (
         *("train.course", "train.recipes", "train.data", "train.inputs", "train.interrupts"),

@@ -171,7 +171,7 @@ def diagnose(
     batch: int = 32,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     layer: str | None = None,
-    ablation_images: int = 128,
+    ablation_images: int = 512,
     out: Path | None = None,
 ) -> None:
     """Say which channels of a network are asleep, how redundant the others are, and what it costs.

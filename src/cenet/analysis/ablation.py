@@ -1,10 +1,11 @@
-"""How much a network relies on single channels: accuracy while channels are set to zero."""
+"""How much a network relies on its channels: accuracy and loss while channels are set to zero."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from cenet.analysis.watching import ActivationWatch, Site
 
@@ -15,41 +16,68 @@ Batches = Sequence[tuple[Tensor, Tensor]]
 Report = Callable[[int, int], None]  # steps done, of all
 
 
-class Ablation(ActivationWatch):
-    """Inside the context, `off` channels of one layer are zero after its activation."""
+class Outcome(NamedTuple):
+    """What a network made of each image, (N,)."""
 
-    def __init__(self, model: nn.Module, layer: str) -> None:
+    right: Tensor  # whether the best class was the label; 1 or 0
+    loss: Tensor  # cross-entropy
+    log_probabilities: Tensor  # of every class, (N, classes)
+
+
+class Mean(NamedTuple):
+    """A mean over images, and its standard error; infinite for one image."""
+
+    mean: float
+    error: float
+
+
+class ChannelImportance(NamedTuple):
+    """How far predictions move without each channel, and the standard error of that, (C,)."""
+
+    divergence: Tensor
+    error: Tensor
+
+
+class Ablation(ActivationWatch):
+    """Runs a classifier with some channels set to zero after their activation."""
+
+    def __init__(self, model: nn.Module) -> None:
         """No channel is off yet."""
         super().__init__(model)
-        self.layer = layer
-        self.off: Tensor | None = None
-        self.channels: int | None = None
-        self.seen: list[str] = []
+        self.off: Mapping[str, Tensor] = {}
+        self.channels: dict[str, int] = {}
 
     def after(self, site: Site, y: Tensor) -> None:
         """See `ActivationWatch`."""
-        if site.name != self.layer:
-            if self.channels is None:
-                self.seen.append(site.name)
-            return
-        self.channels = site.channels
-        if self.off is not None:
-            y.movedim(site.dim, 0)[self.off.to(y.device)] = 0
+        self.channels[site.name] = site.channels
+        if site.name in self.off:
+            y.movedim(site.dim, 0)[self.off[site.name].to(y.device)] = 0
 
     @torch.no_grad()
-    def top1(self, batches: Batches, off: Tensor | None = None) -> float:
-        """Accuracy with these channels off."""
-        self.off = off
-        right = count = 0
+    def run(self, batches: Batches, off: Mapping[str, Tensor] | None = None) -> Outcome:
+        """Classify the images with these channels of these layers off."""
+        self.off = off or {}
+        parts = []
         with self:
             for images, labels in batches:
-                right += int((self.root(images.clone()).argmax(1) == labels).sum())
-                count += len(labels)
-        if self.channels is None:
-            raise ValueError(
-                f"layer {self.layer!r} was not seen; the network has {', '.join(self.seen)}"
-            )
-        return right / count
+                logits = self.root(images.clone()).double()
+                right = (logits.argmax(1) == labels).double()
+                loss = cross_entropy(logits, labels, reduction="none")
+                parts.append((right, loss, logits.log_softmax(1)))
+        return Outcome(*(torch.cat(part).cpu() for part in zip(*parts, strict=True)))
+
+    def count(self, layer: str) -> int:
+        """Channels of a layer; ValueError if it was not seen."""
+        if layer not in self.channels:
+            raise ValueError(f"layer {layer!r} was not seen; the network has {list(self.channels)}")
+        return self.channels[layer]
+
+
+def mean_and_error(values: Tensor) -> Mean:
+    """The mean of one value per image, (N,), and its standard error."""
+    count = len(values)
+    error = values.std().item() / count**0.5 if count > 1 else float("inf")
+    return Mean(values.mean().item(), error)
 
 
 def cumulative_ablation(
@@ -60,9 +88,10 @@ def cumulative_ablation(
     ratios: Sequence[float] = RATIOS,
     repeats: int = REPEATS,
     seed: int = 0,
+    order: Tensor | None = None,
     report: Report | None = None,
 ) -> Tensor:
-    """Top-1 accuracy when a growing share of random channels is zero, (ratios, repeats).
+    """Top-1 accuracy when a growing share of the channels is zero, (ratios, repeats).
 
     In each repeat the channels go in one random order, so that larger ratios take more of the same.
 
@@ -71,45 +100,54 @@ def cumulative_ablation(
         batches: images and labels on its device; they are run once per ratio and repeat.
         layer: whose post-activation output is ablated (a name of `Recorder.layers`).
         ratios: shares of channels.
-        repeats: orders that are tried.
-        seed: of the orders.
+        repeats: random orders that are tried.
+        seed: of the random orders.
+        order: take the channels in this order instead, (C,); there is then one repeat.
         report: told how far it is.
     """
     _check(model, batches)
-    ablation = Ablation(model, layer)
-    whole = ablation.top1(batches)
-    assert ablation.channels is not None
+    ablation = Ablation(model)
+    whole = ablation.run(batches).right.mean().item()
+    channels = ablation.count(layer)
     generator = torch.Generator().manual_seed(seed)
-    orders = [torch.randperm(ablation.channels, generator=generator) for _ in range(repeats)]
-    found = torch.full((len(ratios), repeats), whole, dtype=torch.float64)
+    orders = [torch.randperm(channels, generator=generator) for _ in range(repeats)]
+    orders = orders if order is None else [order]
+    found = torch.full((len(ratios), len(orders)), whole, dtype=torch.float64)
     for i, ratio in enumerate(ratios):
-        count = round(ratio * ablation.channels)
-        for j, order in enumerate(orders):
+        count = round(ratio * channels)
+        for j, each in enumerate(orders):
             if count:
-                found[i, j] = ablation.top1(batches, order[:count])
+                found[i, j] = ablation.run(batches, {layer: each[:count]}).right.mean()
             if report is not None:
-                report(i * repeats + j + 1, len(ratios) * repeats)
+                report(i * len(orders) + j + 1, len(ratios) * len(orders))
     return found
 
 
 def channel_importance(
     model: nn.Module, batches: Batches, layer: str, *, report: Report | None = None
-) -> Tensor:
-    """How much top-1 accuracy falls when each channel alone is zero, (C,).
+) -> ChannelImportance:
+    """How far the predictions move when each channel alone is zero.
+
+    Measured by the Kullback-Leibler divergence of the predicted classes, in nats, mean over images:
+    0 if nothing changes, never negative, and not in steps of one image as accuracy is.
 
     Args:
         model, batches, layer, report: as in `cumulative_ablation`; one run per channel.
     """
     _check(model, batches)
-    ablation = Ablation(model, layer)
-    whole = ablation.top1(batches)
-    assert ablation.channels is not None
-    drops = []
-    for channel in range(ablation.channels):
-        drops.append(whole - ablation.top1(batches, torch.tensor([channel])))
+    ablation = Ablation(model)
+    whole = ablation.run(batches).log_probabilities
+    channels = ablation.count(layer)
+    found = []
+    for channel in range(channels):
+        without = ablation.run(batches, {layer: torch.tensor([channel])}).log_probabilities
+        found.append(mean_and_error((whole.exp() * (whole - without)).sum(1)))
         if report is not None:
-            report(channel + 1, ablation.channels)
-    return torch.tensor(drops, dtype=torch.float64)
+            report(channel + 1, channels)
+    means, errors = zip(*found, strict=True)
+    return ChannelImportance(
+        torch.tensor(means, dtype=torch.float64), torch.tensor(errors, dtype=torch.float64)
+    )
 
 
 def _check(model: Any, batches: Batches) -> None:

@@ -9,6 +9,11 @@ from torch import Tensor
 from cenet import functional as F
 
 FIRST_LAYERS = 6
+# relative activity up to which a channel is dormant, loosely and strictly
+DORMANT, DORMANT_STRICT = 0.1, 0.025
+RARE = 0.01  # share of images below which a channel fires rarely
+STUCK = 0.01  # deviation / mean up to which a channel is saturated
+DUPLICATE = 0.02  # squared distance up to which two channels are the same but for their scale
 # a channel whose deviation is below this share of its mean is constant: float32 has no more digits
 RESOLUTION = 1e-6
 
@@ -36,16 +41,83 @@ class BiasStatistics(NamedTuple):
     share_nonpositive: float  # the paper's table of β ≤ 0
 
 
-def inhibited_ratio(magnitude: Tensor, threshold: float = 1e-2) -> float:
-    """Share of inhibited channels: those whose mean absolute activation is below `threshold`.
+def inhibited_ratio(mean_abs: Tensor, threshold: float = 1e-2) -> float:
+    """Share of inhibited channels, as the paper defines them: mean |activation| < `threshold`.
+
+    The threshold is absolute, so this number depends on the scale of the layer, which a following
+    convolution or norm undoes. `relative_activity` does not.
 
     Args:
-        magnitude: mean over images and pixels of the absolute post-activation value, (C,).
+        mean_abs: mean over images and pixels of the absolute post-activation value, (C,).
         threshold: the paper uses 1e-2.
     """
-    if magnitude.dim() != 1:
-        raise ValueError(f"magnitude must be one value per channel, got {tuple(magnitude.shape)}")
-    return (magnitude < threshold).float().mean().item()
+    _expect_channels(mean_abs=mean_abs)
+    return (mean_abs < threshold).float().mean().item()
+
+
+def relative_activity(mean_abs: Tensor) -> Tensor:
+    """Each channel's mean |activation| divided by the mean over the layer, (C,) -> (C,).
+
+    A channel is dormant at τ when this is at most τ (0.1 and 0.025 here). All channels of a layer
+    that is zero everywhere have 0.
+    """
+    _expect_channels(mean_abs=mean_abs)
+    return _relative(mean_abs)
+
+
+def contribution(mean_abs: Tensor, squared_reads: Tensor) -> Tensor:
+    """How much each channel reaches what reads it, relative to the layer's mean, (C,) -> (C,).
+
+    The product of mean |activation| and the norm of the weights that read the channel. Unlike
+    `relative_activity` it does not change when one channel alone is scaled and the weights that
+    read it are scaled back.
+
+    Args:
+        mean_abs: mean over images and pixels of the absolute post-activation value, (C,).
+        squared_reads: squared norm of the weights that read each channel (`Recorder.reads`), (C,).
+    """
+    _expect_channels(mean_abs=mean_abs, squared_reads=squared_reads)
+    return _relative(mean_abs * squared_reads.to(mean_abs).sqrt())
+
+
+def saturated(mean_abs: Tensor, deviation: Tensor) -> Tensor:
+    """Channels that are active but stuck at one value: deviation at most 1 % of mean |activation|.
+
+    Shape: two (C,), after the activation -> (C,) of bool.
+    """
+    _expect_channels(mean_abs=mean_abs, deviation=deviation)
+    return (mean_abs > 0) & (deviation <= STUCK * mean_abs)
+
+
+def duplicates(mean: Tensor, covariance: Tensor) -> Tensor:
+    """Channels that repeat one with a lower number, but for a positive factor; bool.
+
+    Two channels are the same when the mean squared difference of their values before the
+    activation, each divided by its own deviation, is at most 0.02. It is 2 − 2ρ plus the squared
+    difference of mean / deviation, so ρ is at least 0.99. Constant channels repeat none.
+
+    Shape: mean (C,), covariance (C, C) -> (C,).
+    """
+    matrix = correlation_matrix(mean, covariance)
+    offset = mean / covariance.diagonal().clamp_min(0).sqrt()
+    distance = 2 - 2 * matrix + (offset[:, None] - offset).square()
+    near = (distance <= DUPLICATE).cpu()  # False where NaN
+    found = torch.zeros(len(mean), dtype=torch.bool)
+    for channel in range(1, len(mean)):
+        # only those that are kept themselves
+        found[channel] = bool((near[channel, :channel] & ~found[:channel]).any())
+    return found
+
+
+def participation_ratio(covariance: Tensor) -> float | None:
+    """Effective number of dimensions in which the channels vary: (tr Σ)² / tr Σ².
+
+    C when all directions vary alike, 1 when there is one direction; None when nothing varies.
+
+    Shape: covariance (C, C).
+    """
+    total = covariance.square().sum().item()
+    return covariance.trace().item() ** 2 / total if total > 0 else None
 
 
 def first_layers_ratio(ratios: Sequence[float], count: int = FIRST_LAYERS) -> float | None:
@@ -143,6 +215,17 @@ def gini(values: Tensor) -> float:
         return 0.0
     ranks = torch.arange(1, count + 1, dtype=torch.float64, device=ordered.device)
     return (2 * (ranks * ordered).sum() / (count * total) - (count + 1) / count).item()
+
+
+def _relative(values: Tensor) -> Tensor:
+    mean = values.mean()
+    return values / mean if mean > 0 else torch.zeros_like(values)
+
+
+def _expect_channels(**vectors: Tensor) -> None:
+    for name, vector in vectors.items():
+        if vector.dim() != 1:
+            raise ValueError(f"{name} must be one value per channel, got {tuple(vector.shape)}")
 
 
 def _deviation(values: Tensor) -> float:

@@ -18,9 +18,11 @@ from cenet.analysis.images import ImageStream, find_images
 from cenet.analysis.overlays import overlays
 from cenet.analysis.subjects import Examinee, find_examinee, num_outputs
 from cenet.analysis.summary import print_summary
+from cenet.analysis.verdict import judge
 from cenet.train.data import Resident, load_test
 from cenet.train.loaders import evaluation_batches
 from cenet.train.processes import start
+from cenet.train.recipes import RECIPES
 
 FILE = "diagnosis.json"
 
@@ -90,10 +92,7 @@ def examine(
             raise ValueError(f"{model} cannot be run on these images: {reason}") from error
     diagnosis = _completed(found, examinee, data, shown, place)
     diagnosis.write(out / FILE)
-    notes = [] if shown.note is None else [shown.note]
-    if diagnosis.model.checkpoint is None:
-        notes.append(f"The weights of {model} are random: give --checkpoint or --pretrained.")
-    return diagnosis, notes
+    return diagnosis, [] if shown.note is None else [shown.note]
 
 
 def _shown(
@@ -148,20 +147,43 @@ def _completed(
     """The diagnosis with what only the command knows."""
     late = () if shown.files is None else tuple(shown.files.skipped)
     folder = None if data is None else str(data)
+    # a name alone is a network as it was made, whatever its norms look like
+    untrained = found.model.untrained or examinee.checkpoint is None
     return replace(
         found,
-        model=Subject(examinee.name, examinee.checkpoint, found.model.parameters),
+        model=Subject(examinee.name, examinee.checkpoint, found.model.parameters, untrained),
+        verdict=judge(
+            found.layers,
+            found.data.images,
+            untrained=untrained,
+            removal=found.removal,
+            try_ce=_training_with_ce(examinee),
+        ),
         data=Images(
             folder, found.data.images, found.data.size, shown.classes, (*shown.skipped, *late)
         ),
-        gradcam=_pictures(examinee, shown, device),
+        gradcam=() if untrained else _pictures(examinee, shown, device),
     )
+
+
+def _training_with_ce(examinee: Examinee) -> str | None:
+    """The command that trains the network of a run with CE, if there is a recipe for it."""
+    if examinee.run is None:
+        return None
+    recipe, _ = examinee.run
+    wanted = ("network", "dataset", "norm", "act")
+    for name, other in RECIPES.items():
+        same = all(getattr(other, field) == getattr(recipe, field) for field in wanted)
+        if other.block == "ce" and same:
+            return f"cenet train {name}"
+    return None
 
 
 def _pictures(examinee: Examinee, shown: Shown, device: torch.device) -> tuple[Cam, ...]:
     batch = next(iter(shown.batches()))
     images, labels = (batch, None) if isinstance(batch, Tensor) else batch
-    return overlays(examinee.network, images.to(device), labels, shown.classes)
+    names = shown.classes if examinee.class_names is None else examinee.class_names
+    return overlays(examinee.network, images.to(device), labels, names)
 
 
 def _progress() -> Progress:

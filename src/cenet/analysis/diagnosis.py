@@ -9,7 +9,7 @@ from typing import Any
 from cenet.analysis.records import from_json, to_json
 
 FORMAT = "cenet.diagnosis"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,12 @@ class Subject:
     name: str
     checkpoint: str | None
     parameters: int
+    untrained: bool  # its weights are those it was made with
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A file that was no use."""
+    """A file that could not be used."""
 
     path: str
     reason: str
@@ -77,23 +78,62 @@ class Spectrum:
 
 @dataclass(frozen=True)
 class Layer:
-    """One activation, and the channels it was applied to."""
+    """One activation, and the channels it was applied to.
+
+    Channels are numbered from 0. Everything is measured after the activation unless it says
+    otherwise. Only `mean_abs` and the two `inhibited` change when the layer is rescaled.
+
+    Attributes:
+        norm: before the activation.
+        mean_abs: mean absolute value over images and pixels, by channel.
+        activity: mean_abs divided by its mean over the layer, by channel.
+        dormant: channels with an activity of at most 0.1.
+        dormant_strict: the same with 0.025.
+        undecided: channels whose activity is within two standard errors of 0.1.
+        firing: share of images in which a channel is positive at one pixel or more, by channel.
+        rare: channels that fire in less than 1 % of the images.
+        saturated: channels that are active, but stuck at one value.
+        duplicates: channels that repeat one with a lower number (before the activation).
+        contribution: activity times the norm of the weights that read the channel, relative to the
+            layer's mean, by channel; None where these weights are not known.
+        prunable: channels that contribute next to nothing, on average and in single images.
+        shared: the output is also added to another layer's, as on a residual connection.
+        participation_ratio: dimensions in which the channels vary (before the activation).
+        correlation: mean absolute correlation of two channels (before the activation).
+        constant: channels that do not vary (before the activation).
+        magnitude: ℓ2 over channels, by location.
+        inhibited: channels with mean_abs below the paper's threshold.
+        inhibited_ratio: their share.
+        ce_site: insert_ce_ would put CE after this norm.
+    """
 
     name: str
     activation: str
-    norm: str | None  # before it
+    norm: str | None
     channels: int
     height: int
     width: int
-    mean_abs: tuple[float | None, ...]  # of the post-activation value, by channel
-    asleep: tuple[int, ...]  # channels below the threshold
-    inhibited_ratio: float
-    correlation: float | None  # mean absolute, before the activation
-    constant: int  # channels that do not vary
-    magnitude: tuple[tuple[float | None, ...], ...]  # ℓ2 over channels, by location
+    mean_abs: tuple[float, ...]
+    activity: tuple[float, ...]
+    dormant: tuple[int, ...] = field(metadata={"key": "dormant_0.1"})
+    dormant_strict: tuple[int, ...] = field(metadata={"key": "dormant_0.025"})
+    undecided: int
+    firing: tuple[float, ...]
+    rare: tuple[int, ...] = field(metadata={"key": "fires_below_1_percent"})
+    saturated: tuple[int, ...]
+    duplicates: tuple[int, ...]
+    contribution: tuple[float, ...] | None
+    prunable: tuple[int, ...]
+    shared: bool
+    participation_ratio: float | None
+    correlation: float | None
+    constant: int
+    magnitude: tuple[tuple[float | None, ...], ...]
     gamma: Gamma | None
     beta: Beta | None
-    ce_site: bool  # insert_ce_ would put CE after this norm
+    inhibited: tuple[int, ...]
+    inhibited_ratio: float
+    ce_site: bool
     has_ce: bool
     mix: float | None = field(metadata={"key": "lambda"})
     spectrum: Spectrum | None
@@ -110,21 +150,56 @@ class Matrix:
 
 @dataclass(frozen=True)
 class AblationCurve:
-    """Accuracy while a growing share of random channels is zero."""
+    """Accuracy while a growing share of the channels of a layer is zero."""
 
     layer: str
+    images: int
     ratios: tuple[float, ...]
-    top1: tuple[tuple[float, ...], ...]  # of each repeat, by ratio
+    top1: tuple[tuple[float, ...], ...]  # in random order: of each repeat, by ratio
+    least_important_first: tuple[float, ...]  # by ratio
     seed: int
 
 
 @dataclass(frozen=True)
 class Importance:
-    """How much accuracy falls without each channel."""
+    """How far the predictions move when a single channel of a layer is zero."""
 
     layer: str
-    drop: tuple[float, ...]
-    gini: float
+    images: int
+    divergence: tuple[float, ...]  # Kullback-Leibler, in nats, mean over images, by channel
+    standard_error: tuple[float | None, ...]  # of that mean; None for a single image
+    gini: float  # how unequal the channels are
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What all prunable channels are worth together: accuracy and loss without them."""
+
+    channels: int
+    images: int
+    top1: float  # of the whole network
+    top1_without: float
+    top1_error: float  # standard error of the difference
+    loss: float
+    loss_without: float
+    loss_error: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the measurements say, and what to do next.
+
+    Attributes:
+        kind: "untrained", "more images", "prune", "try CE" or "nothing to do".
+        headline: the verdict in one sentence.
+        reasons: what it rests on, a sentence each.
+        next_step: a command or a line of Python; None if there is nothing to do.
+    """
+
+    kind: str
+    headline: str
+    reasons: tuple[str, ...]
+    next_step: str | None
 
 
 @dataclass(frozen=True)
@@ -139,20 +214,27 @@ class Cam:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Which channels are asleep, how redundant the rest are, and what that does to accuracy."""
+    """What the channels of a network do, and what to make of it."""
 
     model: Subject
     environment: dict[str, Any]
     data: Images
     accuracy: Accuracy | None
-    threshold: float
+    verdict: Verdict
     layers: tuple[Layer, ...]  # in the order of execution
+    threshold: float  # of the paper's inhibited channels
     first_six: float | None  # the paper's single figure
     matrices: tuple[Matrix, ...]
     ablation: AblationCurve | None
     importance: Importance | None
+    removal: Removal | None
     sites: tuple[str, ...]  # where insert_ce_ would put CE by default
     gradcam: tuple[Cam, ...]
+
+    @property
+    def prunable(self) -> dict[str, tuple[int, ...]]:
+        """By layer, the channels that can be removed; layers without any are left out."""
+        return {layer.name: layer.prunable for layer in self.layers if layer.prunable}
 
     def as_dict(self) -> dict[str, Any]:
         """In types that JSON has; numbers are finite or None."""

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import cenet.analysis.channels as measures
-from cenet.analysis.ablation import RATIOS, channel_importance, cumulative_ablation
+from cenet.analysis.ablation import (
+    RATIOS,
+    Ablation,
+    channel_importance,
+    cumulative_ablation,
+    mean_and_error,
+)
 from cenet.analysis.diagnosis import (
     AblationCurve,
     Accuracy,
@@ -21,21 +27,24 @@ from cenet.analysis.diagnosis import (
     Importance,
     Layer,
     Matrix,
+    Removal,
     Spectrum,
     Subject,
 )
 from cenet.analysis.equilibrium import decorrelation_spectrum, mixing_ratio
 from cenet.analysis.recorder import Recorder
 from cenet.analysis.sample import Sample
-from cenet.analysis.statistics import LayerStatistics, shown_channels
+from cenet.analysis.statistics import shown_channels
+from cenet.analysis.verdict import judge
 from cenet.analysis.watching import Site, unwrapped
 from cenet.environment import environment
 from cenet.nn import NormCE2d
 from cenet.nn.base import EquilibriumLayer
+from cenet.nn.norms import BATCH_NORMS
 from cenet.surgery import ce_sites
 
 THRESHOLD = 1e-2
-ABLATION_IMAGES = 128
+ABLATION_IMAGES = 512
 MATRICES = 3
 MATRIX_CHANNELS = 64
 
@@ -86,24 +95,27 @@ def diagnose(
                     f"layer {name} gives values that are not finite on these images: the weights "
                     "or the images hold NaN or infinity, or the network overflows"
                 )
+        sites = _sites(network)
+        layers = tuple(_layer(network, recorder, name, sites) for name in recorder.layers)
         target = find_layer(network, recorder.sites, layer)
-        ablation, importance = _ablate(network, sample, target, tell)
-    sites = _sites(network)
-    layers = tuple(
-        _layer(network, recorder.sites[name], found, sites)
-        for name, found in recorder.layers.items()
-    )
+        batches = sample.batches()
+        ablation, importance = _ablate(network, batches, target, tell)
+        removal = _remove(network, batches, layers)
+    untrained = is_untrained(network)
+    parameters = sum(parameter.numel() for parameter in network.parameters())
     return Diagnosis(
-        model=Subject(type(network).__name__, None, sum(p.numel() for p in network.parameters())),
+        model=Subject(type(network).__name__, None, parameters, untrained),
         environment=_environment(network, time.perf_counter() - started),
         data=Images(None, seen.images, seen.size, None, ()),
         accuracy=seen.accuracy(),
-        threshold=THRESHOLD,
+        verdict=judge(layers, seen.images, untrained=untrained, removal=removal),
         layers=layers,
+        threshold=THRESHOLD,
         first_six=measures.first_layers_ratio([each.inhibited_ratio for each in layers]),
         matrices=_matrices(recorder),
         ablation=ablation,
         importance=importance,
+        removal=removal,
         sites=tuple(sites),
         gradcam=(),
     )
@@ -207,24 +219,62 @@ def find_layer(model: nn.Module, sites: dict[str, Site], wanted: str | None) -> 
     raise ValueError(f"layer {wanted!r} is not one of the layers seen: {', '.join(names)}")
 
 
+def is_untrained(network: nn.Module) -> bool:
+    """Whether every batch norm is as it was made: no statistics yet, γ constant, β zero.
+
+    A network without batch norms cannot be told by this and counts as trained.
+    """
+    norms: list[Any] = [module for module in network.modules() if isinstance(module, BATCH_NORMS)]
+    kept = [norm for norm in norms if norm.running_mean is not None]
+    return bool(kept) and all(
+        not norm.running_mean.any()
+        and bool((norm.running_var == 1).all())
+        and (norm.weight is None or bool((norm.weight == norm.weight[0]).all()))
+        and (norm.bias is None or not norm.bias.any())
+        for norm in kept
+    )
+
+
 def _ablate(
-    network: nn.Module, sample: Sample, target: str, tell: Report
+    network: nn.Module, batches: list[tuple[Tensor, Tensor]], target: str, tell: Report
 ) -> tuple[AblationCurve | None, Importance | None]:
-    batches = sample.batches()
     if not batches:
         return None, None
-    seed = 0
+    seed, images = 0, sum(len(labels) for _, labels in batches)
     curve = cumulative_ablation(
         network, batches, target, seed=seed, report=lambda i, n: tell("ablation", i, n)
     )
-    drops = channel_importance(
+    divergence, error = channel_importance(
         network, batches, target, report=lambda i, n: tell("importance", i, n)
     )
+    by_importance = cumulative_ablation(
+        network, batches, target, order=divergence.argsort(stable=True),
+        report=lambda i, n: tell("by importance", i, n),
+    )  # fmt: skip
     top1 = tuple(tuple(row) for row in curve.tolist())
+    ordered = tuple(by_importance.flatten().tolist())
     return (
-        AblationCurve(target, RATIOS, top1, seed),
-        Importance(target, tuple(drops.tolist()), measures.gini(drops)),
+        AblationCurve(target, images, RATIOS, top1, ordered, seed),
+        Importance(target, images, _plain(divergence), _plain(error), measures.gini(divergence)),
     )
+
+
+def _remove(
+    network: nn.Module, batches: list[tuple[Tensor, Tensor]], layers: tuple[Layer, ...]
+) -> Removal | None:
+    """Accuracy and loss without all prunable channels at once."""
+    off = {layer.name: torch.tensor(layer.prunable) for layer in layers if layer.prunable}
+    if not off or sum(len(labels) for _, labels in batches) < 2:
+        return None
+    ablation = Ablation(network)
+    whole, without = ablation.run(batches), ablation.run(batches, off)
+    return Removal(
+        sum(map(len, off.values())), len(whole.right),
+        whole.right.mean().item(), without.right.mean().item(),
+        mean_and_error(without.right - whole.right).error,
+        whole.loss.mean().item(), without.loss.mean().item(),
+        mean_and_error(without.loss - whole.loss).error,
+    )  # fmt: skip
 
 
 def _sites(network: nn.Module) -> dict[str, None]:
@@ -235,9 +285,21 @@ def _sites(network: nn.Module) -> dict[str, None]:
         return {}
 
 
-def _layer(network: nn.Module, site: Site, found: LayerStatistics, sites: dict[str, None]) -> Layer:
-    mean_abs = found.mean_abs
+def _layer(network: nn.Module, recorder: Recorder, name: str, sites: dict[str, None]) -> Layer:
+    site, found, reads = recorder.sites[name], recorder.layers[name], recorder.reads.get(name)
+    mean_abs, kept = found.mean_abs, shown_channels(found.channels)
+    activity = measures.relative_activity(mean_abs)
+    error = found.mean_abs_error / mean_abs.mean()
+    contribution = None if reads is None else measures.contribution(mean_abs, reads)
+    # a channel that is strong in few images counts by its root mean square, if not by its mean
+    strength = found.root_mean_square
+    strength = (
+        measures.relative_activity(strength)
+        if reads is None
+        else measures.contribution(strength, reads)
+    )
     correlation = measures.channel_correlation(found.mean, found.covariance)
+    duplicates = measures.duplicates(found.mean, found.covariance).nonzero().flatten()
     # where branches are added, the norm of the longer one
     norm = next((name for name in site.norms if name in sites), next(iter(site.norms), None))
     ce = None if site.ce is None else network.get_submodule(site.ce)
@@ -252,13 +314,25 @@ def _layer(network: nn.Module, site: Site, found: LayerStatistics, sites: dict[s
         height=found.size[0],
         width=found.size[1],
         mean_abs=_plain(mean_abs),
-        asleep=tuple((mean_abs < THRESHOLD).nonzero().flatten().tolist()),
-        inhibited_ratio=measures.inhibited_ratio(mean_abs, THRESHOLD),
+        activity=_plain(activity),
+        dormant=_places(activity <= measures.DORMANT),
+        dormant_strict=_places(activity <= measures.DORMANT_STRICT),
+        undecided=int(((activity - measures.DORMANT).abs() <= 2 * error).sum()),
+        firing=_plain(found.firing),
+        rare=_places(found.firing < measures.RARE),
+        saturated=_places(measures.saturated(mean_abs, found.deviation)),
+        duplicates=tuple(kept[place] for place in duplicates.tolist()),
+        contribution=None if contribution is None else _plain(contribution),
+        prunable=_places(strength <= measures.DORMANT_STRICT),
+        shared=name in recorder.shared,
+        participation_ratio=measures.participation_ratio(found.covariance),
         correlation=correlation.mean,
         constant=correlation.constant,
         magnitude=tuple(map(_plain, found.magnitude)),
         gamma=gamma,
         beta=beta,
+        inhibited=_places(mean_abs < THRESHOLD),
+        inhibited_ratio=measures.inhibited_ratio(mean_abs, THRESHOLD),
         ce_site=norm in sites,
         has_ce=ce is not None,
         mix=None if ce is None else mixing_ratio(ce),
@@ -266,7 +340,11 @@ def _layer(network: nn.Module, site: Site, found: LayerStatistics, sites: dict[s
     )
 
 
-def _plain(values: Tensor) -> tuple[float | None, ...]:
+def _places(which: Tensor) -> tuple[int, ...]:
+    return tuple(which.nonzero().flatten().tolist())
+
+
+def _plain(values: Tensor) -> tuple[Any, ...]:
     """Numbers, None for those that are not finite."""
     return tuple(value if math.isfinite(value) else None for value in values.tolist())
 

@@ -1,4 +1,4 @@
-"""`Monitor`: inhibited channels, correlation and λ of every layer while anybody's loop trains."""
+"""`Monitor`: dormant channels, redundancy and λ of every layer while anybody's loop trains."""
 
 import csv
 import math
@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from cenet.analysis.channels import channel_correlation, inhibited_ratio
+from cenet.analysis.channels import (
+    DORMANT,
+    channel_correlation,
+    inhibited_ratio,
+    participation_ratio,
+    relative_activity,
+)
 from cenet.analysis.equilibrium import mixing_ratio
 from cenet.analysis.watching import ActivationWatch, Site, unwrapped
 from cenet.nn import ce_layers
@@ -20,9 +26,10 @@ EVERY = 100
 POSITIONS = 4096
 CHANNELS = 256
 
-Values = dict[str, dict[str, float]]  # by layer: inhibited_ratio, correlation, lambda
+Values = dict[str, dict[str, float]]  # by layer and measure
 Callback = Callable[[int, Values], None]
-FIELDS = ("step", "layer", "inhibited_ratio", "correlation", "lambda")
+MEASURES = ("dormant_ratio", "participation_share", "correlation", "inhibited_ratio", "lambda")
+FIELDS = ("step", "layer", *MEASURES)
 
 
 class Monitor:
@@ -149,8 +156,15 @@ class _Look(ActivationWatch):
         values: Values = {}
         for name, (mean, covariance, magnitude) in self.found.items():
             correlation = channel_correlation(mean, covariance).mean
+            dimensions = participation_ratio(covariance)
             whole = bool(magnitude.isfinite().all())
-            values[name] = {"inhibited_ratio": inhibited_ratio(magnitude) if whole else math.nan}
+            dormant = (relative_activity(magnitude) <= DORMANT).double().mean().item()
+            values[name] = {
+                "dormant_ratio": dormant if whole else math.nan,
+                "inhibited_ratio": inhibited_ratio(magnitude) if whole else math.nan,
+            }
+            if dimensions is not None:
+                values[name]["participation_share"] = dimensions / len(mean)
             if correlation is not None:
                 values[name]["correlation"] = correlation
         for name, ce in ce_layers(self.root):

@@ -34,7 +34,7 @@ def overlays(
     maps = gradcam(model, images, predicted).to(images.device)
 
     def name(label: Tensor) -> str:
-        return str(int(label)) if classes is None else classes[int(label)]
+        return f"class {int(label)}" if classes is None else classes[int(label)]
 
     found = []
     for i, (image, heat) in enumerate(zip(images, maps, strict=True)):

@@ -1,12 +1,14 @@
 """`Recorder`: the statistics of all layers while a network runs on whatever it is given."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cenet.analysis.statistics import LayerStatistics
+from cenet.analysis.readers import Readers
+from cenet.analysis.statistics import AFTER, LayerStatistics
 from cenet.analysis.watching import ActivationWatch, Site
 
 
@@ -20,6 +22,9 @@ class Recorder(ActivationWatch):
     Attributes:
         sites: by name, in the order of execution.
         layers: their statistics.
+        reads: by layer, the squared norm of the weights that read each channel, (C,). Layers that
+            something else than convolutions and linear layers reads are left out.
+        shared: layers whose output is also added to another, as on a residual connection.
 
     >>> from torchvision.models import resnet18
     >>> model = resnet18().eval()
@@ -34,6 +39,27 @@ class Recorder(ActivationWatch):
         super().__init__(model)
         self.sites: dict[str, Site] = {}
         self.layers: dict[str, LayerStatistics] = {}
+        self.reads: dict[str, Tensor] = {}
+        self.shared: set[str] = set()
+
+    def __enter__(self) -> Any:
+        """Start watching."""
+        self.readers = None if self.reads else Readers()
+        return super().__enter__()
+
+    def __exit__(self, *args: Any) -> None:
+        """Stop watching."""
+        super().__exit__(*args)
+        if args[0] is None:
+            self.end_pass()
+        self.readers = None
+
+    def end_pass(self) -> None:
+        """Keep who reads each layer: weights do not change from one pass to the next."""
+        if self.readers is not None:
+            self.reads, self.shared = self.readers.squared_norms(), self.readers.shared
+        if self.reads:
+            self.readers = None
 
     def before(self, site: Site, x: Tensor) -> None:
         """See `ActivationWatch`."""
@@ -55,6 +81,7 @@ class Recorder(ActivationWatch):
                 self.sites[name] = other.sites[name]
                 self.layers[name] = LayerStatistics.empty(seen.channels, seen.size)
             self.layers[name].merge(seen)
+        self.reads, self.shared = {**other.reads, **self.reads}, self.shared | other.shared
 
     def sum_over_processes_(self, device: torch.device | str = "cpu") -> None:
         """Give all processes of the default group what each has seen, as one.
@@ -69,12 +96,15 @@ class Recorder(ActivationWatch):
             return
         known: list[Any] = [None] * dist.get_world_size()
         own = {name: (self.sites[name], self.layers[name].size) for name in self.layers}
-        dist.all_gather_object(known, own)
+        reads = {name: read.cpu() for name, read in self.reads.items()}
+        dist.all_gather_object(known, (own, reads, self.shared))
         layers: dict[str, LayerStatistics] = {}
         every: dict[str, tuple[Site, tuple[int, int]]] = {}
-        for part in known:
-            for name, found in part.items():
+        for sites, reads, shared in known:
+            for name, found in sites.items():
                 every.setdefault(name, found)
+            self.reads = {**{name: read.to(device) for name, read in reads.items()}, **self.reads}
+            self.shared |= shared
         for name, (site, size) in every.items():
             # as the first process that has it, so that all sum maps of one size
             layer = LayerStatistics.empty(site.channels, size, device)
@@ -98,7 +128,7 @@ def _summed(seen: LayerStatistics) -> LayerStatistics:
     mean = total(seen.mean * (seen.pixels / max(pixels, 1)))
     step = seen.mean - mean
     scatter = total(seen.scatter + seen.pixels * step.outer(step))
-    return LayerStatistics(
-        seen.size, images, outputs, total(seen.abs_sum), total(seen.magnitude_sum), pixels, mean,
-        scatter,
-    )  # fmt: skip
+    sums: dict[str, Any] = {name: total(getattr(seen, name)) for name in (*AFTER, "magnitude_sum")}
+    return replace(
+        seen, images=images, outputs=outputs, pixels=pixels, mean=mean, scatter=scatter, **sums
+    )

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
-from cenet.analysis.channels import channel_magnitude
-
 GRID = 32  # largest side of the map of magnitudes
 WIDEST = 2048  # channels among which covariances are kept
 CHUNK = 2**23  # values that are turned into float64 at a time
+# sums over images and pixels after the activation, one value per channel
+AFTER = ("sum", "abs_sum", "square_sum", "image_square_sum", "fired")
 
 
 @dataclass
@@ -26,7 +26,11 @@ class LayerStatistics:
         size: height and width of the newest map.
         images: how many.
         outputs: pixels after the activation.
-        abs_sum: of the absolute value after the activation, (C,).
+        sum: of the value after the activation, (C,).
+        abs_sum: of its absolute value, (C,).
+        square_sum: of its square, (C,).
+        image_square_sum: sum over images of the square of an image's mean absolute value, (C,).
+        fired: images in which the channel is positive at one pixel or more, (C,).
         magnitude_sum: over images, ℓ2 over channels after the activation, (H', W').
         pixels: before the activation.
         mean: before the activation, of the channels `shown`, (S,).
@@ -36,7 +40,11 @@ class LayerStatistics:
     size: tuple[int, int]
     images: int
     outputs: int
+    sum: Tensor
     abs_sum: Tensor
+    square_sum: Tensor
+    image_square_sum: Tensor
+    fired: Tensor
     magnitude_sum: Tensor
     pixels: int
     mean: Tensor
@@ -53,7 +61,16 @@ class LayerStatistics:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float64, device=device)
 
-        return cls(size, 0, 0, zeros(channels), zeros(*grid), 0, zeros(shown), zeros(shown, shown))
+        return cls(
+            size=size,
+            images=0,
+            outputs=0,
+            magnitude_sum=zeros(*grid),
+            pixels=0,
+            mean=zeros(shown),
+            scatter=zeros(shown, shown),
+            **{name: zeros(channels) for name in AFTER},
+        )
 
     @property
     def channels(self) -> int:
@@ -64,6 +81,31 @@ class LayerStatistics:
     def mean_abs(self) -> Tensor:
         """Mean absolute value after the activation, over images and pixels, (C,)."""
         return self.abs_sum / max(self.outputs, 1)
+
+    @property
+    def mean_abs_error(self) -> Tensor:
+        """Standard error of `mean_abs`, from the spread between images, (C,); infinite for one."""
+        if self.images < 2:
+            return torch.full_like(self.abs_sum, torch.inf)
+        mean = self.abs_sum / max(self.outputs, 1)
+        variance = (self.image_square_sum / self.images - mean.square()).clamp_min(0)
+        return (variance / (self.images - 1)).sqrt()
+
+    @property
+    def root_mean_square(self) -> Tensor:
+        """Root mean square after the activation, over images and pixels, (C,)."""
+        return (self.square_sum / max(self.outputs, 1)).sqrt()
+
+    @property
+    def deviation(self) -> Tensor:
+        """Standard deviation after the activation, over images and pixels, (C,)."""
+        count = max(self.outputs, 1)
+        return (self.square_sum / count - (self.sum / count).square()).clamp_min(0).sqrt()
+
+    @property
+    def firing(self) -> Tensor:
+        """Share of images in which the channel is positive at one pixel or more, (C,)."""
+        return self.fired / max(self.images, 1)
 
     @property
     def magnitude(self) -> Tensor:
@@ -92,15 +134,22 @@ class LayerStatistics:
         self.outputs += y.numel() // y.shape[1]
         for part in _parts(y):
             values = part.double()
-            self.abs_sum += values.abs().sum((0, 2, 3))
-            self.magnitude_sum += pooled(channel_magnitude(values), self.magnitude_sum).sum(0)
+            self.sum += values.sum((0, 2, 3))
+            by_image = values.abs().sum((2, 3))
+            self.abs_sum += by_image.sum(0)
+            self.image_square_sum += (by_image / values[0, 0].numel()).square().sum(0)
+            self.fired += (part.amax((2, 3)) > 0).sum(0)
+            squares = values.square()
+            self.square_sum += squares.sum((0, 2, 3))
+            self.magnitude_sum += pooled(squares.sum(1).sqrt_(), self.magnitude_sum).sum(0)
 
     def merge(self, other: "LayerStatistics") -> None:
         """Take in what another has seen."""
         self.size = other.size
         self.images += other.images
         self.outputs += other.outputs
-        self.abs_sum += other.abs_sum
+        for name in AFTER:
+            getattr(self, name).add_(getattr(other, name))
         self.magnitude_sum += pooled(other.magnitude_sum[None], self.magnitude_sum)[0]
         self._add(other.pixels, other.mean, other.scatter)
 

@@ -29,7 +29,8 @@ class Examinee(NamedTuple):
     checkpoint: str | None
     size: int
     transform: Callable[[int], Callable[[Any], Tensor]]  # by size
-    classes: tuple[str, ...] | None  # in the order of the logits
+    classes: tuple[str, ...] | None  # names of their folders, in the order of the logits
+    class_names: tuple[str, ...] | None  # in words, where a folder is not called by its class
     run: tuple[Recipe, Inputs] | None
 
 
@@ -62,7 +63,7 @@ def find_examinee(
         inputs = Inputs((), FILES_MEAN, FILES_STD)
         return Examinee(
             network, model, weights, TORCHVISION_SIZE,
-            lambda size: _normalized(transforms(None, size), inputs), _imagenet(network), None,
+            lambda size: _normalized(transforms(None, size), inputs), *_imagenet(network), None,
         )  # fmt: skip
     from timm.data.config import resolve_model_data_config
     from timm.data.transforms_factory import create_transform
@@ -76,7 +77,7 @@ def find_examinee(
         return own
 
     size = config["input_size"][-1]
-    return Examinee(network, model, weights, size, transform, _imagenet(network), None)
+    return Examinee(network, model, weights, size, transform, *_imagenet(network), None)
 
 
 def _loaded(model: str, checkpoint: Path) -> nn.Module:
@@ -108,7 +109,7 @@ def _of_run(run: Path) -> Examinee:
 
     return Examinee(
         network, str(run), str(run / read_weights(run)[1]), recipe.image_size, transform,
-        inputs.classes, (recipe, inputs),
+        inputs.classes, None, (recipe, inputs),
     )  # fmt: skip
 
 
@@ -123,9 +124,15 @@ def num_outputs(network: nn.Module) -> int:
     return 0 if not heads else heads[-1].weight.shape[0]
 
 
-def _imagenet(network: nn.Module) -> tuple[str, ...] | None:
-    """Names of ImageNet's folders, if the network tells as many classes apart."""
+Names = tuple[str, ...] | None
+
+
+def _imagenet(network: nn.Module) -> tuple[Names, Names]:
+    """ImageNet's folders and classes in words, if the network has as many outputs."""
     from timm.data.imagenet_info import ImageNetInfo
 
     info: Any = ImageNetInfo()
-    return tuple(info.label_names()) if num_outputs(network) == info.num_classes() else None
+    if num_outputs(network) != info.num_classes():
+        return None, None
+    folders = tuple(info.label_names())
+    return folders, tuple(info.label_name_to_description(name) for name in folders)

@@ -1,4 +1,4 @@
-"""What a diagnosis says, on a terminal: one row per layer, and the sentences a reader needs."""
+"""What a diagnosis says, on a terminal: one row per layer, the verdict, and what it rests on."""
 
 from collections.abc import Sequence
 from statistics import fmean
@@ -8,15 +8,30 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cenet.analysis.diagnosis import Diagnosis
+from cenet.analysis.diagnosis import Diagnosis, Layer
+
+CAPTION = (
+    "dormant: channels with at most 0.1 of their layer's mean activation. rare: channels that fire "
+    "in less than 1 % of the images. prunable: channels that contribute next to nothing. "
+    "dimensions: in how many the channels vary (participation ratio). corr.: mean |correlation| of "
+    "two channels. λ: share of decorrelation in CE. CE: in place, or a site where `insert_ce_` "
+    "would put it."
+)
 
 
 def print_summary(diagnosis: Diagnosis, notes: Sequence[str] = ()) -> None:
-    """Print the table, what to make of it, and `notes`."""
+    """Print the table, other findings, `notes`, and last the verdict."""
     console = Console()
     console.print(_table(diagnosis))
-    for line in (*sentences(diagnosis), *notes):
+    for line in (*findings(diagnosis), *notes):
         console.print(line, highlight=False, markup=False)
+    verdict = diagnosis.verdict
+    console.print()
+    console.print(f"Verdict: {verdict.headline}", style="bold", highlight=False, markup=False)
+    for reason in verdict.reasons:
+        console.print(f"  - {reason}", highlight=False, markup=False)
+    if verdict.next_step is not None:
+        console.print(f"Next step: {verdict.next_step}", highlight=False, markup=False)
 
 
 def _table(diagnosis: Diagnosis) -> Table:
@@ -24,58 +39,50 @@ def _table(diagnosis: Diagnosis) -> Table:
     height, width = found.data.size
     table = Table(
         title=escape(f"{found.model.name} on {found.data.images} images of {height}×{width}"),
-        caption=f"asleep: mean |activation| below {found.threshold:g}. corr.: mean |correlation| "
-        "of two channels before the activation. λ: share of decorrelation in CE. CE?: a norm that "
-        "`insert_ce_` would choose.",
+        caption=CAPTION,
         box=SIMPLE_HEAD,
         collapse_padding=True,
         pad_edge=False,
     )
     table.add_column("layer", overflow="fold")
-    for column in ("map", "channels", "asleep", "share", "corr.", "λ"):
+    numbers = ("map", "channels", "dormant", "rare", "prunable", "dimensions", "corr.", "λ")
+    for column in numbers:
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("CE?", no_wrap=True)
+    table.add_column("CE", no_wrap=True)
     for layer in found.layers:
-        mark = "has CE" if layer.has_ce else "CE" if layer.ce_site else ""
         table.add_row(
             escape(layer.name), f"{layer.height}×{layer.width}", str(layer.channels),
-            str(len(layer.asleep)), f"{layer.inhibited_ratio:.1%}", _number(layer.correlation),
-            _number(layer.mix), mark,
+            _count(layer, layer.dormant), str(len(layer.rare) or ""),
+            str(len(layer.prunable) or ""), _number(layer.participation_ratio, ".1f"),
+            _number(layer.correlation), _number(layer.mix),
+            "in place" if layer.has_ce else "site" if layer.ce_site else "",
         )  # fmt: skip
     return table
 
 
-def sentences(diagnosis: Diagnosis) -> list[str]:
-    """Which channels sleep, how redundant the rest are, how accuracy falls, where CE would go."""
-    found = diagnosis
-    channels = sum(layer.channels for layer in found.layers)
-    asleep = sum(len(layer.asleep) for layer in found.layers)
-    worst = max(found.layers, key=lambda layer: layer.inhibited_ratio)
-    where = f", most in {worst.name} ({len(worst.asleep)} of {worst.channels})" if asleep else ""
-    lines = [
-        f"{asleep} of {channels} channels ({asleep / channels:.1%}) are asleep{where}; the first "
-        f"six layers have {_share(found.first_six)} on average."
-    ]
-    correlations = [layer.correlation for layer in found.layers if layer.correlation is not None]
-    if correlations:
-        lines.append(f"Two channels of a layer correlate by {fmean(correlations):.2f} on average.")
-    if found.ablation is not None:
-        whole, half, most = (fmean(found.ablation.top1[place]) for place in (0, 5, 9))
-        lines.append(
-            f"Without half of the channels of {found.ablation.layer}, accuracy goes from "
-            f"{whole:.1%} to {half:.1%}, without nine tenths to {most:.1%}."
-        )
-    if found.importance is not None:
-        lines.append(
-            f"What its channels are worth one by one has a Gini coefficient of "
-            f"{found.importance.gini:.2f} (0: all alike)."
-        )
+def findings(diagnosis: Diagnosis) -> list[str]:
+    """Accuracy, ablation, importance and files: what the verdict does not say."""
+    found, lines = diagnosis, []
     if found.accuracy is not None:
         lines.append(f"Top-1 {found.accuracy.top1:.2%}, top-5 {found.accuracy.top5:.2%}.")
-    held = sum(layer.has_ce for layer in found.layers)
+    if found.ablation is not None:
+        curve = found.ablation
+        whole, half = fmean(curve.top1[0]), fmean(curve.top1[5])
+        lines.append(
+            f"Without half of the channels of {curve.layer}, top-1 goes from {whole:.1%} to "
+            f"{half:.1%} (random channels) or {curve.least_important_first[5]:.1%} (the least "
+            f"important ones), on {curve.images} images."
+        )
+    if found.importance is not None:
+        one = found.importance
+        lines.append(
+            f"Importance is spread over the {len(one.divergence)} channels of {one.layer} with a "
+            f"Gini coefficient of {one.gini:.2f} (0: all equally important)."
+        )
     lines.append(
-        (f"CE is in {held} of {len(found.layers)} layers. " if held else "")
-        + f"insert_ce_ would put CE behind {len(found.sites) or 'no'} norms by default."
+        f"Inhibited channels by the paper's absolute threshold (mean activation below "
+        f"{found.threshold:g}), mean of the first six layers: {_number(found.first_six, '.1%')}. "
+        "This figure depends on the scale of the layers; the others do not."
     )
     if found.data.skipped:
         first = found.data.skipped[0]
@@ -85,9 +92,9 @@ def sentences(diagnosis: Diagnosis) -> list[str]:
     return lines
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
+def _count(layer: Layer, channels: tuple[int, ...]) -> str:
+    return f"{len(channels)} ({len(channels) / layer.channels:.0%})" if channels else ""
 
 
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"
+def _number(value: float | None, form: str = ".2f") -> str:
+    return "" if value is None else f"{value:{form}}"

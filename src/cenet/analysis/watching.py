@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from cenet import ops
+from cenet.analysis.readers import Readers, moved_dim
 from cenet.nn import NormCE2d
 from cenet.nn.base import EquilibriumLayer
 from cenet.nn.norms import norm_channels
@@ -93,12 +94,16 @@ class ActivationWatch(TorchDispatchMode):
         self._marks: Any = WeakIdKeyDictionary()
         self._gated: Any = WeakIdKeyDictionary()  # sigmoid(x) -> x
         self._hooks = ExitStack()
+        self.readers: Readers | None = None  # who follows outputs to the weights that read them
 
     def before(self, site: Site, x: Tensor) -> None:
         """Called with the input of an activation, which may be overwritten afterwards."""
 
     def after(self, site: Site, y: Tensor) -> None:
         """Called with its output, which may be edited in place."""
+
+    def end_pass(self) -> None:
+        """Called when the network has returned."""
 
     def __enter__(self) -> Any:
         """Start watching."""
@@ -134,8 +139,10 @@ class ActivationWatch(TorchDispatchMode):
         if site is not None:
             self.before(site, x)
         result = func(*args, **kwargs)
+        if self.readers is not None:
+            self.readers.follow(name, args, result, inside_norm=self._inside_norm())
         if site is not None:
-            self.after(site, result)
+            self._finish(site, result)
             # in place, the result is still known as the output of a norm
             self._marks[result] = _Mark(site.dim)
         else:
@@ -167,9 +174,16 @@ class ActivationWatch(TorchDispatchMode):
         if site is not None:
             self.before(site, ops.before_activation(func, args))
         result = func(*args)
+        if self.readers is not None:
+            self.readers.add_shortcuts(args[1:])
         if site is not None:
-            self.after(site, result if isinstance(result, Tensor) else result[0])
+            self._finish(site, result if isinstance(result, Tensor) else result[0])
         return result
+
+    def _finish(self, site: Site, y: Tensor) -> None:
+        self.after(site, y)
+        if self.readers is not None:
+            self.readers.start(site.name, site.channels, site.dim, y)
 
     def _site(self, activation: str, x: Tensor) -> Site | None:
         name = self._name(activation)
@@ -204,6 +218,9 @@ class ActivationWatch(TorchDispatchMode):
                 return _Mark(1, (entry.name,))
         return None
 
+    def _inside_norm(self) -> bool:
+        return any(isinstance(e.module, NormCE2d) or _is_norm(e.module) for e in self._stack)
+
     def _follow(self, name: str, args: tuple[Any, ...], result: Any) -> None:
         """Carry what is known of the arguments over to the result."""
         result = result[0] if isinstance(result, tuple | list) and result else result
@@ -216,7 +233,7 @@ class ActivationWatch(TorchDispatchMode):
         elif name in MIX_LAST:
             mark = _Mark(result.dim() - 1)
         elif name in ("permute", "transpose") and given:
-            mark = given[0]._replace(dim=_moved(given[0].dim, name, args))
+            mark = given[0]._replace(dim=moved_dim(given[0].dim, name, args))
         elif name in PASS and given:
             norms = tuple(dict.fromkeys(norm for mark in given for norm in mark.norms))
             ce = next((mark.ce for mark in given if mark.ce is not None), None)
@@ -238,9 +255,14 @@ class ActivationWatch(TorchDispatchMode):
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         while self._stack and self._stack.pop().module is not module:
             pass
+        if module is self.root:
+            self.end_pass()
         name = self.names.get(id(module))
         if name is None or not isinstance(output, Tensor) or output.dim() != 4:
             return
+        norm = module.norm if isinstance(module, NormCE2d) else module
+        if self.readers is not None and args and _is_norm(norm):
+            self.readers.norm(norm, args[0], output)
         if isinstance(module, EquilibriumLayer):
             source = self._marks.get(args[0]) if args else None
             self._marks[output] = _Mark(1, source.norms if source else (), name)
@@ -252,6 +274,10 @@ class ActivationWatch(TorchDispatchMode):
             self._marks[output] = _Mark(3, (name,))
 
 
+def _is_norm(module: nn.Module) -> bool:
+    return norm_channels(module) is not None or isinstance(module, nn.LayerNorm)
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
     """The network itself, without DDP and torch.compile around it."""
     names = [name for name in WRAPPERS if isinstance(getattr(model, name, None), nn.Module)]
@@ -259,15 +285,3 @@ def unwrapped(model: nn.Module) -> nn.Module:
         inner: nn.Module = getattr(model, names[0])
         return unwrapped(inner)
     return model
-
-
-def _moved(dim: int, name: str, args: tuple[Any, ...]) -> int:
-    """Where a dimension is after permute or transpose."""
-    rank = args[0].dim()
-    if name == "permute":
-        order = [place % rank for place in args[1]]
-    else:
-        order = list(range(rank))
-        left, right = (place % rank for place in args[1:3])
-        order[left], order[right] = order[right], order[left]
-    return order.index(dim)
