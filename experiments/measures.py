@@ -71,8 +71,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("recipes", nargs="+", metavar="RECIPE")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--data", type=Path, help="images, as for `cenet train`")
-    parser.add_argument("--change", nargs="*", default=[], help="fields, as weight_decay=2e-3")
-    parser.add_argument("--options", nargs="*", default=[], help="of `cenet train`, without --")
+    parser.add_argument("--change", nargs="*", default=[], help="recipe fields, weight_decay=2e-3")
+    parser.add_argument("--options", nargs="*", default=[], help="run options, cuda_graphs=True")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--ablation-images", type=int, default=2000)
@@ -94,12 +94,9 @@ def start(arguments: argparse.Namespace, recipe: str, seed: int) -> "subprocess.
     command = [sys.executable, "-m", "cenet", "train", recipe, "--seed", str(seed)]
     command += ["--out", str(folder), "--resume", "auto"]
     command += [] if arguments.data is None else ["--data", str(arguments.data)]
-    for change in arguments.change:
-        name, value = change.split("=")
+    for setting in (*arguments.change, *arguments.options):
+        name, value = setting.split("=")
         command += [f"--{name.replace('_', '-')}", value]
-    for option in arguments.options:
-        name, _, value = option.partition("=")
-        command += [f"--{name}", value] if value else [f"--{name}"]
     print(f"{time.strftime('%X')} {' '.join(command[1:])}", flush=True)
     log = folder.with_suffix(".log").open("ab")
     return subprocess.Popen(command, stdout=log, stderr=log)
@@ -118,7 +115,8 @@ def finish(arguments: argparse.Namespace, table: Path, recipe: str, seed: int) -
     metrics = read_metrics(folder / METRICS)
     about = {
         "recipe": recipe, "seed": seed, "changes": " ".join(arguments.change),
-        "epochs": len(metrics), "commit": arguments.commit or found.environment["commit"],
+        "options": " ".join(arguments.options), "epochs": len(metrics),
+        "commit": arguments.commit or found.environment["commit"],
         "device": found.environment["device"],
     }  # fmt: skip
     append(table, [about | run_row(found, metrics)])

@@ -19,6 +19,10 @@ from cenet.analysis.channels import channel_correlation, inhibited_ratio
 from cenet.analysis.statistics import LayerStatistics
 
 TOLERANCE = 1e-6
+STREAMED = (
+    "mean_abs", "mean_abs_error", "root_mean_square", "deviation", "firing", "magnitude", "mean",
+    "covariance",
+)  # fmt: skip
 
 
 def relative(actual, expected):
@@ -179,7 +183,13 @@ def test_streaming_equals_all_at_once(offset):
         deviation = whole.scatter.diagonal().sqrt()
         error = (stream.scatter - whole.scatter) / deviation / deviation[:, None]
         assert error.abs().max() < TOLERANCE
-        assert relative(stream.mean_abs, y.double().abs().mean((0, 2, 3))) < TOLERANCE
+        z = y.double()
+        assert relative(stream.mean_abs, z.abs().mean((0, 2, 3))) < TOLERANCE
+        assert relative(stream.root_mean_square, z.square().mean((0, 2, 3)).sqrt()) < TOLERANCE
+        assert stream.firing.tolist() == (z.amax((2, 3)) > 0).double().mean(0).tolist()
+        by_image = z.mean((2, 3))
+        assert relative(stream.mean_abs_error, by_image.std(0) / 13**0.5) < 1e-3 + offset
+        assert relative(stream.deviation, z.std((0, 2, 3), correction=0)) < 1e-3 + offset
 
 
 def test_streaming_a_network_and_merging_recorders():
@@ -192,9 +202,12 @@ def test_streaming_a_network_and_merging_recorders():
     for other in (record(model, *x.split(2)), merged):
         assert list(other.layers) == list(whole.layers)
         for name, layer in whole.layers.items():
-            for field in ("mean_abs", "magnitude", "mean", "covariance"):
+            for field in STREAMED:
                 actual = getattr(other.layers[name], field)
                 assert relative(actual, getattr(layer, field)) < TOLERANCE, (name, field)
+        for name, reads in whole.reads.items():
+            assert torch.equal(other.reads[name], reads)
+        assert other.shared == whole.shared
 
 
 def test_an_empty_recorder_takes_in_all_layers_of_another():
@@ -214,7 +227,7 @@ def test_batches_that_are_taken_in_parts_count_whole(monkeypatch):
         found.see_before(x)
         found.see_after(x)
     assert whole.pixels == parts.pixels == 7 * 36
-    for field in ("mean_abs", "magnitude", "mean", "covariance"):
+    for field in STREAMED:
         assert relative(getattr(parts, field), getattr(whole, field)) < TOLERANCE
 
 
@@ -238,12 +251,16 @@ def test_channels_are_followed_through_arithmetic_and_transposition():
 def test_sharded_over_processes_equals_one():
     torch.manual_seed(0)
     whole = record(Tangled().eval().double(), images(9).double())
-    for found in (part for rank in run_ranks(sharded, 2) for part in rank):
+    for found, reads, shared in (part for rank in run_ranks(sharded, 2) for part in rank):
         assert list(found) == list(whole.layers)
+        assert shared == whole.shared
+        assert reads.keys() == whole.reads.keys()
         for name, layer in whole.layers.items():
             assert (found[name]["images"], found[name]["pixels"]) == (9, layer.pixels)
-            for field in ("abs_sum", "magnitude_sum", "mean", "scatter"):
+            for field in (*statistics.AFTER, "magnitude_sum", "mean", "scatter"):
                 assert relative(found[name][field], getattr(layer, field)) < TOLERANCE
+        for name, read in whole.reads.items():
+            assert torch.equal(reads[name], read)
 
 
 def test_recording_changes_nothing():

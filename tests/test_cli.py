@@ -1,6 +1,5 @@
 """The command line as a user meets it."""
 
-import json
 import subprocess
 import sys
 import venv
@@ -12,7 +11,6 @@ import torch
 
 import cenet
 from cenet.analysis import inhibited_ratio
-from cenet.demo import run_demo
 
 ROOT = Path(__file__).parent.parent
 
@@ -55,27 +53,6 @@ def test_bad_input_gets_one_line_and_a_non_zero_exit(arguments, message):
     assert result.returncode != 0
     assert message in result.stderr
     assert "Traceback" not in result.stderr
-
-
-def test_demo_prints_the_comparison_and_writes_a_page(capsys, tmp_path):
-    results = run_demo(tmp_path, epochs=1, seeds=2)
-    text = capsys.readouterr().out
-    assert set(results) == {"BN", "BN+CE"}
-    for row, runs in results.items():
-        values = []
-        for seed, found in enumerate(runs):
-            lines = (tmp_path / f"{row}-seed{seed}" / "metrics.jsonl").read_text().splitlines()
-            values.append(json.loads(lines[-1])["test_top1"])
-            assert found.accuracy.top1 == pytest.approx(values[-1])
-            assert len(found.layers) == 6
-            assert {layer.has_ce for layer in found.layers} == {row == "BN+CE"}
-        assert f"{min(values):.1%} to {max(values):.1%}" in text
-    page = (tmp_path / "report.html").read_text()
-    assert "BN+CE-seed0" in page
-    # finished runs are read: their seconds are the same
-    before = (tmp_path / "BN-seed0" / "metrics.jsonl").read_text()
-    assert run_demo(tmp_path, epochs=1, seeds=2) == results
-    assert (tmp_path / "BN-seed0" / "metrics.jsonl").read_text() == before
 
 
 def test_inhibited_ratio():

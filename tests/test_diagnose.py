@@ -117,7 +117,9 @@ def test_labelled_images_of_a_checkpoint(folder, tmp_path):
     assert found.ablation.layer == found.importance.layer == "relu"
     assert found.ablation.ratios == tuple(i / 10 for i in range(10))
     assert [len(row) for row in found.ablation.top1] == [5] * 10
-    assert len(found.importance.drop) == found.layers[0].channels
+    assert found.ablation.images == found.importance.images == 2
+    assert len(found.ablation.least_important_first) == 10
+    assert len(found.importance.divergence) == found.layers[0].channels
     assert found.model.checkpoint == str(tmp_path / "weights.pth")
 
 
@@ -163,8 +165,13 @@ def test_ctrl_c_ends_in_one_word(folder, tmp_path):
 
 def test_pictures_where_gradcam_is_installed(folder, tmp_path):
     pytest.importorskip("pytorch_grad_cam")
-    found = run("resnet18", folder, tmp_path, size=32)
+    network = create_named("resnet18")
+    network(images(4, 32))
+    torch.save(network.state_dict(), tmp_path / "weights.pth")
+    found = run("resnet18", folder, tmp_path, size=32, checkpoint=tmp_path / "weights.pth")
     assert len(found.gradcam) == 4
+    names = {cam.predicted for cam in found.gradcam}
+    assert all(not name.isdigit() and not name.startswith("n0") for name in names)
     assert all(cam.overlay.startswith("data:image/png;base64,") for cam in found.gradcam)
     assert found.gradcam[0].label is None
     assert found.gradcam[0].image != found.gradcam[0].overlay
@@ -181,7 +188,8 @@ def test_a_hand_written_module():
     found = cenet.diagnose(model, batches, ablation_images=4)
     assert names_of(found) == ["relu", "relu#2", "elu", "relu#3", "gelu"]
     first, second = found.layers[:2]
-    assert first.asleep == (0, 1, 2)
+    assert first.inhibited == first.dormant == first.dormant_strict == first.rare == (0, 1, 2)
+    assert first.prunable == (0, 1, 2)
     assert first.constant == 3
     assert first.gamma.share_small == first.beta.share_nonpositive - 5 / 8 == 3 / 8
     assert (first.norm, second.norm) == ("bn1", "bn2")
@@ -273,7 +281,7 @@ def test_hidden_folders_and_a_folder_of_test_images_alone(folder, tmp_path):
     ("edit", "message"),
     [
         (lambda d: d.update(format="other"), "this is not a diagnosis"),
-        (lambda d: d.update(version=2), "of version 2, not 1"),
+        (lambda d: d.update(version=1), "of version 1, not 2"),
         (lambda d: d.pop("layers"), r"missing \['layers'\], unknown \[\]"),
         (lambda d: d["layers"][0].update(extra=1), r"layers\[0\]: missing \[\], unknown \['extra'"),
         (lambda d: d["layers"][1].update(width="8"), r"layers\[1\].width must be of type int"),
@@ -410,13 +418,15 @@ def test_a_network_that_writes_into_its_images():
     found = cenet.diagnose(model, [(given.clone(), labels)])
     assert found.accuracy.top1 == 1
     assert found.ablation.top1[0] == (1.0,) * 5
-    for channel, drop in enumerate(found.importance.drop):
+    whole = model(given.clone()).double().softmax(1)
+    for channel, divergence in enumerate(found.importance.divergence):
         without = deepcopy(model)
         with torch.no_grad():
             without.conv.weight[channel] = without.conv.bias[channel] = 0
-        left = (without(given.clone()).argmax(1) == labels).double().mean()
-        assert drop == pytest.approx(1 - left.item())
-    assert min(found.importance.drop) > 0
+        left = without(given.clone()).double().softmax(1)
+        expected = (whole * (whole / left).log()).sum(1).mean()
+        assert divergence == pytest.approx(expected.item(), rel=1e-5)
+    assert min(found.importance.divergence) > 0
 
 
 def test_recursion_bounds_and_links(tmp_path):

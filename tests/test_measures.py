@@ -13,15 +13,20 @@ from cenet.analysis import (
     channel_correlation,
     channel_importance,
     channel_magnitude,
+    contribution,
     correlation_matrix,
     cumulative_ablation,
     decorrelation_spectrum,
+    duplicates,
     equivalent_gamma,
     first_layers_ratio,
     gini,
     gradcam,
     inhibited_ratio,
     mixing_ratio,
+    participation_ratio,
+    relative_activity,
+    saturated,
     weight_statistics,
 )
 from cenet.analysis.sample import Sample
@@ -29,9 +34,90 @@ from cenet.analysis.sample import Sample
 TOLERANCE = 1e-6
 
 
-def test_a_channel_at_the_threshold_is_awake():
+def test_a_channel_at_the_papers_threshold_is_not_inhibited():
     magnitude = torch.tensor([0.0, 0.0099, 0.01, 1.0], dtype=torch.float64)
     assert inhibited_ratio(magnitude, 0.01) == 0.5
+
+
+def test_activity_is_relative_to_the_layer():
+    found = relative_activity(torch.tensor([0.0, 1.0, 5.0], dtype=torch.float64))
+    assert found.tolist() == [0, 0.5, 2.5]
+    assert relative_activity(torch.zeros(3)).tolist() == [0, 0, 0]
+    with pytest.raises(ValueError, match=r"mean_abs must be one value per channel, got \(2, 3\)"):
+        relative_activity(torch.zeros(2, 3))
+
+
+def test_contribution_is_activity_times_the_norm_of_the_weights():
+    activity = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    found = contribution(activity, torch.tensor([36.0, 4.0, 0.0]))
+    assert found.tolist() == pytest.approx([1.8, 1.2, 0])
+
+
+def test_participation_ratio():
+    values = torch.rand(9, dtype=torch.float64)
+    basis = torch.linalg.qr(torch.randn(9, 9, dtype=torch.float64)).Q
+    covariance = basis @ values.diag() @ basis.T
+    expected = values.sum() ** 2 / values.square().sum()
+    assert participation_ratio(covariance) == pytest.approx(expected.item())
+    assert participation_ratio(torch.eye(5)) == 5
+    assert participation_ratio(torch.ones(5, 5)) == pytest.approx(1)
+    assert participation_ratio(torch.zeros(3, 3)) is None
+
+
+def test_duplicates_are_the_same_but_for_a_positive_factor():
+    torch.manual_seed(0)
+    base = torch.randn(3, 4000, dtype=torch.float64)
+    values = torch.stack([
+        base[0],
+        3 * base[0],  # repeats 0
+        -base[0],  # a ReLU makes something else of it
+        base[0] + 2,  # so it does of this
+        base[1],
+        base[1] + 0.1 * base[2],  # repeats 4: correlation 0.995
+        base[1] + 0.3 * base[2],  # does not: 0.958
+        torch.ones(4000),  # constant
+        torch.ones(4000),
+    ])  # fmt: skip
+    found = duplicates(values.mean(1), torch.cov(values, correction=0))
+    assert found.nonzero().flatten().tolist() == [1, 5]
+
+
+def test_saturated_channels_are_active_and_stuck():
+    mean = torch.tensor([0.0, 1.0, 1.0, 100.0])
+    assert saturated(mean, torch.tensor([0.0, 0.0, 0.02, 0.9])).tolist() == [
+        False, True, False, True,
+    ]  # fmt: skip
+
+
+def apart(count):
+    """Directions in three dimensions, far from each other."""
+    height = torch.linspace(1, -1, count)
+    angle = torch.arange(count) * torch.pi * (3 - 5**0.5)
+    radius = (1 - height**2).sqrt()
+    return torch.stack([radius * angle.cos(), radius * angle.sin(), height], 1)
+
+
+def test_planted_channels_are_found_exactly():
+    weight, bias = apart(12), torch.zeros(12)
+    weight[2], bias[2] = 0, -1  # dead
+    weight[4] *= 0.01  # hardly anything
+    weight[5] *= 0.08  # weak
+    weight[7] = 2.5 * weight[0]  # repeats 0
+    weight[9], bias[9] = 0, 1.0  # stuck at one
+    weight[10], bias[10] = torch.tensor([8.0, 0, 0]), -60.0  # for one image in two hundred
+    x = images(400, 6).clamp(-3, 3)
+    x[[17, 230], 0, 2, 2] = 40
+    found = cenet.diagnose(Planted(weight, bias), x.split(64))
+    (layer,) = found.layers
+    assert layer.dormant_strict == (2, 4)
+    assert layer.dormant == (2, 4, 5, 10)
+    assert layer.rare == (2, 10)
+    assert layer.firing[10] == 2 / 400
+    assert layer.saturated == (9,)
+    assert layer.duplicates == (7,)
+    assert layer.constant == 2
+    # 10 is weak on average, but strong in the two images it is for
+    assert layer.prunable == (2, 4)
 
 
 def test_first_six_layers():
@@ -127,11 +213,43 @@ def carrier(channels=10, carriers=(3,)):
 
 
 def test_the_one_channel_that_carries_the_class_has_all_importance():
-    drops = channel_importance(carrier(), [labelled()], "act")
-    assert drops.tolist() == [0.5 if c == 3 else 0 for c in range(10)]
-    assert gini(drops) == pytest.approx(0.9)
-    shared = channel_importance(carrier(carriers=(1, 2, 3)), [labelled()], "act")
-    assert shared.abs().max() == 0
+    model, (x, y) = carrier(), labelled()
+    found = channel_importance(model, [(x, y)], "act")
+    # without it, both logits are the biases
+    with torch.no_grad():
+        whole = model(x).double().softmax(1)
+        without = model.head.bias.double().softmax(0)
+    each = (whole * (whole / without).log()).sum(1)
+    assert found.divergence.tolist() == pytest.approx(
+        [each.mean().item() if c == 3 else 0 for c in range(10)], abs=1e-7
+    )
+    assert found.error[3].item() == pytest.approx(each.std().item() / 40**0.5)
+    assert found.error[0] == 0
+    assert gini(found.divergence) == pytest.approx(0.9)
+
+
+def test_importance_is_not_in_steps_of_one_image():
+    model, batch = carrier(carriers=(1, 2, 3)), labelled()
+    found = channel_importance(model, [batch], "act").divergence
+    accuracy = cumulative_ablation(model, [batch], "act", ratios=[0.1], order=torch.tensor([1]))
+    assert accuracy.item() == 1  # no image is lost
+    assert found[1] > 0.01
+    assert found[1:4].tolist() == pytest.approx([found[1].item()] * 3)
+
+
+def test_importance_of_a_single_image_has_no_error():
+    (x, y) = labelled()
+    found = channel_importance(carrier(), [(x[:1], y[:1])], "act")
+    assert found.error.isinf().all()
+
+
+def test_the_least_important_channels_can_go_first():
+    model, batch = carrier(), labelled()
+    order = channel_importance(model, [batch], "act").divergence.argsort(stable=True)
+    curve = cumulative_ablation(model, [batch], "act", order=order)
+    assert curve.flatten().tolist() == [1.0] * 10
+    curve = cumulative_ablation(model, [batch], "act", order=order.flip(0))
+    assert curve.flatten().tolist() == [1.0] + [0.5] * 9
 
 
 def test_ablation_curve_of_one_carrier():

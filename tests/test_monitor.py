@@ -3,7 +3,6 @@
 import copy
 import csv
 import io
-import math
 
 import pytest
 import timm
@@ -15,7 +14,7 @@ from _distributed import run as run_ranks
 from _planted import Planted, Tangled, images
 from _shards import equilibrated, train, under_ddp
 from cenet.analysis import Monitor, inhibited_ratio
-from cenet.analysis.monitor import POSITIONS
+from cenet.analysis.monitor import FIELDS, POSITIONS
 
 
 def test_training_is_the_same_to_the_last_bit():
@@ -51,6 +50,10 @@ def test_values_of_planted_channels():
         rows = model.conv(x).transpose(0, 1).flatten(1).double()
     kept = torch.corrcoef(rows[[0, 1, 2, 3, 6, 7]]).abs()
     assert values["act"]["inhibited_ratio"] == 0.25
+    assert values["act"]["dormant_ratio"] == 0.25
+    eigenvalues = torch.linalg.eigvalsh(torch.cov(rows, correction=0))
+    expected = eigenvalues.sum() ** 2 / eigenvalues.square().sum() / 8
+    assert values["act"]["participation_share"] == pytest.approx(expected.item())
     assert values["act"]["correlation"] == pytest.approx((kept.sum().item() - 6) / 30, abs=1e-6)
 
 
@@ -108,8 +111,9 @@ def test_rows_of_csv(tmp_path):
     with path.open() as file:
         rows = list(csv.DictReader(file))
     assert [row["step"] for row in rows[::5]] == ["0", "4", "0", "4"]
-    assert set(rows[0]) == {"step", "layer", "inhibited_ratio", "correlation", "lambda"}
-    assert all(math.isfinite(float(row["inhibited_ratio"])) for row in rows)
+    assert list(rows[0]) == list(FIELDS)
+    for name in ("dormant_ratio", "participation_share", "correlation", "inhibited_ratio"):
+        assert all(0 <= float(row[name]) <= 1 for row in rows), name
     assert [row["layer"] for row in rows if row["lambda"]] == ["relu#2"] * 4
 
 

@@ -1,10 +1,13 @@
 """The pages in a real browser: drawn, quiet, offline, and usable without a mouse."""
 
+from itertools import pairwise
+
 import pytest
 
 from _browser import Browser, find_chromium
 from _detection import TINY, as_found, few_shapes, write_detection_run
-from _runs import diagnosis, write_run
+from _pages import diagnosis, write_run
+from cenet.analysis.diagnosis import Diagnosis
 from cenet.detection.page import build_page, read_source
 from cenet.detection.predictions import predictions_section
 from cenet.report import write_diagnosis_page, write_page
@@ -21,7 +24,16 @@ CUT_OFF = """[...document.querySelectorAll("svg.drawing text")].filter(t => {
   const own = t.getBoundingClientRect(), all = t.ownerSVGElement.getBoundingClientRect();
   return own.left < all.left - 1 || own.right > all.right + 1 || own.top < all.top - 1
     || own.bottom > all.bottom + 1; }).map(t => t.textContent)"""
-SCALES = "[...document.querySelectorAll('#figure-maps text')].map(t => t.textContent)"
+# pairs of texts of one drawing that cover each other by more than a pixel
+OVERLAPPING = """[...document.querySelectorAll("svg.drawing")].flatMap(d => {
+  const texts = [...d.querySelectorAll("text:not(.tag)")].filter(t => t.checkVisibility());
+  const boxes = texts.map(t => t.getBoundingClientRect());
+  return boxes.flatMap((a, i) => boxes.slice(i + 1).map((b, j) => [a, b, i, i + 1 + j]))
+    .filter(([a, b]) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1
+      && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 1)
+    .map(([a, b, i, j]) => [d.closest("figure").id, texts[i].textContent, texts[j].textContent]);
+})"""
+TITLES = "[...document.querySelectorAll('#figure-maps .panel p')].map(p => p.textContent)"
 FOCUSED = "document.activeElement.matches(%r)"
 
 
@@ -36,8 +48,12 @@ def pages(tmp_path_factory):
     write_run(root / "fourth", 3, layers=4)
     write_run(root / "fifth", 4, layers=4)
     sources = [root / name for name in ("plain", "ce", long, "fourth", "fifth")]
-    one = write_page([root / "ce"], root / "one.html")
-    return {"one": one, "five": write_page(sources, root / "five.html")}
+    return {
+        "one": write_page([root / "ce"], root / "one.html"),
+        "two": write_page(sources[:2], root / "two.html"),
+        "five": write_page(sources, root / "five.html"),
+        "diagnosis": write_diagnosis_page(root / "plain", root / "diagnosis.html"),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +77,7 @@ def test_the_page_is_quiet_and_asks_for_nothing(browser, pages, name, dark):
 def test_all_figures_are_drawn(browser, pages, name, width):
     browser.open(pages[name], width=width)
     figures = browser.value(BOXES % "figure")
-    drawings = browser.value(BOXES % "svg.drawing")
+    drawings = browser.value(BOXES % ".panel svg.drawing")
     assert len(figures) >= 15
     assert len(drawings) >= len(figures) - 8 * 5
     for x, _, wide, high in figures + drawings:
@@ -75,11 +91,42 @@ def test_all_figures_are_drawn(browser, pages, name, width):
     assert browser.value(loaded)
 
 
-@pytest.mark.parametrize("width", [1200, 360])
-@pytest.mark.parametrize("name", ["one", "five"])
-def test_nothing_in_a_drawing_is_cut_off(browser, pages, name, width):
+@pytest.mark.parametrize("width", [1300, 420, 360])
+@pytest.mark.parametrize("name", ["one", "two", "five"])
+def test_texts_of_a_drawing_are_whole_and_apart(browser, pages, name, width):
     browser.open(pages[name], width=width)
     assert browser.value(CUT_OFF) == []
+    assert browser.value(OVERLAPPING) == []
+
+
+@pytest.mark.parametrize("width", [1300, 420])
+@pytest.mark.parametrize("figure", ["matrices", "maps"])
+def test_panels_of_two_runs_are_not_interleaved(browser, pages, figure, width):
+    browser.open(pages["two"], width=width)
+    heads = [[y, y + high] for _, y, _, high in browser.value(BOXES % f"#figure-{figure} h4")]
+    places = []
+    for head, run in zip(heads, ("plain", "ce"), strict=True):
+        drawn = browser.value(BOXES % f"#figure-{figure} .panel svg[aria-label*=' of {run}: ']")
+        assert len(drawn) >= 3
+        places += [head, [min(y for _, y, *_ in drawn), max(y + h for _, y, _, h in drawn)]]
+    assert all(before[1] <= after[0] for before, after in pairwise(places))
+    assert len(browser.value(BOXES % f"#figure-{figure} .scale svg")) == 1
+
+
+@pytest.mark.parametrize("name", ["two", "diagnosis"])
+def test_the_top_of_the_page_fits_a_phone(browser, pages, name):
+    browser.open(pages[name], width=420, height=900)
+    assert browser.value("document.documentElement.scrollWidth") <= 420
+    top = "'.verdict, .verdict *, .facts th, .facts td, .tiles div, .runs li'"
+    cut = f"[...document.querySelectorAll({top})].filter(e => e.checkVisibility())"
+    cut += ".filter(e => e.getBoundingClientRect().right > 420 - 14).map(e => e.textContent)"
+    assert browser.value(cut) == []
+    wide = "[...document.querySelectorAll('.facts, pre')].map(e => e.scrollWidth - e.clientWidth)"
+    assert set(browser.value(wide)) == {0}
+    scrolled = "[...document.querySelectorAll('section:first-of-type > .scroll')]"
+    assert all(
+        extra <= 0 for extra in browser.value(f"{scrolled}.map(e => e.scrollWidth - e.clientWidth)")
+    )
 
 
 @pytest.mark.parametrize("name", ["one", "five"])
@@ -100,9 +147,15 @@ def test_the_scale_of_a_map_has_room_for_small_numbers(browser, tmp_path, width)
     for layer in found["layers"]:
         layer["magnitude"] = [[1.87e-4 * v / 9 for v in row] for row in layer["magnitude"]]
     found["layers"][0]["magnitude"] = [[3.61e-7 + 1e-5 * i for i in range(8)]] * 8
-    browser.open(write_diagnosis_page(found, tmp_path / "page.html"), width=width)
-    assert "3.61e-7" in browser.value(SCALES)
-    assert browser.value(CUT_OFF) == []
+    page = write_diagnosis_page(Diagnosis.from_dict(found), tmp_path / "page.html")
+    browser.open(page, width=width)
+    assert any("7.04e-5" in title for title in browser.value(TITLES))
+    boxes = browser.value(BOXES % "#figure-maps .panel p")
+    drawn = browser.value(BOXES % "#figure-maps .panel svg")
+    for (x, y, wide, high), (left, top, *_) in zip(boxes, drawn, strict=True):
+        assert x >= left - 1
+        assert y + high <= top
+        assert x + wide <= width
 
 
 @pytest.mark.parametrize("name", ["one", "five"])

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from _pages import HOSTILE, Reader, figures
-from _runs import diagnosis, write_run, write_three_runs
+from _pages import HOSTILE, Reader, diagnosis, figures, source, write_run, write_three_runs
+from cenet.analysis.diagnosis import Diagnosis
 from cenet.cli import report
 from cenet.report import write_diagnosis_page, write_page
 from cenet.report.colours import DARK, LIGHT, RAMP, ramp
 from cenet.report.scales import Axis, around
-from cenet.report.sources import from_diagnosis, read_sources
-from cenet.report.words import brief, compare, short, show
+from cenet.report.sources import read_sources
+from cenet.report.words import abbreviate, brief, compare, short, show
 from cenet.report.writing import build_page
 
 
@@ -37,7 +37,11 @@ def page(folder):
 def test_damaged_channels_are_refused(tmp_path):
     run = write_run(tmp_path / "run", 0, measured=False, watched=True)
     good = (run / "channels.csv").read_text()
-    for content in (f"{good}1000,a,high,0.5,\n", f"{good}1000,a\nx,", good.replace("step", "at")):
+    for content in (
+        f"{good}1000,a,high,0.5,0.5,0.5,\n",
+        f"{good}1000,a\nx,",
+        good.replace("step", "at"),
+    ):
         (run / "channels.csv").write_text(content)
         with pytest.raises(ValueError, match=r"channels\.csv, line \d+, is not of `cenet train"):
             write_page([run], tmp_path / "page.html")
@@ -50,6 +54,7 @@ def test_figures_are_files_too(folder):
     for key, figure in figures(built).items():
         panels = len(figure.panels)
         drawn = [f"{key}.svg"] if panels == 1 else [f"{key}-{i + 1}.svg" for i in range(panels)]
+        drawn += [f"{key}-scale.svg"] if figure.maps else []
         names |= {f"{key}.csv", *drawn}
         for name in drawn:
             root = ElementTree.parse(files / name).getroot()
@@ -102,12 +107,19 @@ def test_hostile_names_are_text(tmp_path):
         part["layer"] = HOSTILE
     found["data"]["skipped"] = [{"path": HOSTILE, "reason": HOSTILE}]
     found["gradcam"][0].update(label=HOSTILE, predicted=HOSTILE)
+    found["sites"] = [f"free {HOSTILE}"]
+    said = {"headline": HOSTILE, "reasons": [HOSTILE], "next_step": HOSTILE}
+    found["verdict"] |= said
     (run / "diagnosis.json").write_text(json.dumps(found))
     about = json.loads((run / "run.json").read_text())
     about["environment"][HOSTILE] = HOSTILE
     about["recipe"]["network"] = HOSTILE
     (run / "run.json").write_text(json.dumps(about))
     write_run(tmp_path / "other", 1, layers=4, epochs=2)
+    alone = Reader(write_diagnosis_page(run, tmp_path / "page.html").read_text())
+    assert len(alone.scripts) == 1
+    # twice the title and the name, the verdict, four layers with CE, a site
+    assert alone.text.split("At a glance")[0].count(HOSTILE) == 3 + 3 + 4 + 1
     text = write_page([run, tmp_path / "other"], tmp_path / "page.html").read_text()
     page = Reader(text)
     assert len(page.scripts) == 1
@@ -123,7 +135,9 @@ def test_hostile_names_are_text(tmp_path):
 
 def test_characters_that_do_not_print_are_replaced(tmp_path):
     found = diagnosis(0, layers=4, name="a\x00b\ud800c\u202ed")
-    page = write_diagnosis_page(found, tmp_path / "page.html").read_text()
+    found["verdict"]["reasons"] = ["e\x00f"]
+    page = write_diagnosis_page(Diagnosis.from_dict(found), tmp_path / "page.html").read_text()
+    assert "e\ufffdf" in page
     assert "a\ufffdb\ufffdc\ufffdd" in page
     run = write_run(tmp_path / "odd\udcff\n", 0, layers=4)
     assert "odd\ufffd\ufffd" in write_page([run], tmp_path / "page.html").read_text()
@@ -146,28 +160,13 @@ def damage(folder, name, **changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"version": 2}, "has version 2 and this cenet reads 1"),
+        ({"version": 1}, "this diagnosis is of version 1, not 2; write it again"),
         ({"format": "other"}, "is not a diagnosis: its format is 'other'"),
-        ({"layers": None}, "layers is None, not a list"),
-        ({"layers": [{"name": "x"}]}, r"layers\[0\].channels is missing"),
-        ({"accuracy": {"top1": "high"}}, "accuracy.top1 is 'high', not a number"),
-        ({"threshold": True}, "threshold is True, not a number"),
-        (
-            {"ablation": {"layer": "x", "ratios": [0, 0.5], "top1": [[0.5]]}},
-            "ablation has 2 ratios and 1 in top1",
-        ),
-        (
-            {"ablation": {"layer": "x", "ratios": [0, None], "top1": [[0.5], [0.5]]}},
-            r"ablation.ratios\[1\] is None, not a number",
-        ),
-        (
-            {"matrices": [{"layer": "x", "channels": [1, 2], "values": [[1, 0]]}]},
-            r"matrices\[0\] is not 2 × 2",
-        ),
-        (
-            {"gradcam": [{"image": "javascript:x", "overlay": "", "predicted": "x"}]},
-            r"gradcam\[0\].image is not data:image/png;base64",
-        ),
+        ({"layers": None}, "layers must be a list, got 'None'"),
+        ({"layers": [{"name": "x"}]}, r"layers\[0\]: missing \['activation'"),
+        ({"accuracy": {"top1": "high", "top5": 0}}, "accuracy.top1 must be a finite number"),
+        ({"threshold": True}, "threshold must be a finite number, got 'True'"),
+        ({"first_six": 10**400}, "first_six is 1000.*, too large to be drawn"),
     ],
 )
 def test_a_damaged_diagnosis_is_refused(tmp_path, changes, message):
@@ -179,18 +178,27 @@ def test_a_damaged_diagnosis_is_refused(tmp_path, changes, message):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("place", "change", "message"),
     [
-        ({"channels": 3}, r"layers\[0\] has 3 channels and 64 in mean_abs"),
-        ({"asleep": [64]}, r"layers\[0\].asleep names a channel that is not one of its 64"),
-        ({"magnitude": [[1.0], [1.0, 2.0]]}, "magnitude has rows of different lengths"),
+        ("layers", {"channels": 3}, r"layers\[0\] has 3 channels and 64 in mean_abs"),
+        ("layers", {"activity": []}, r"layers\[0\] has 64 channels and 0 in activity"),
+        ("layers", {"contribution": [1.0]}, r"layers\[0\] has 64 channels and 1 in contribution"),
+        ("layers", {"prunable": [64]}, r"layers\[0\].prunable names a channel that is not one"),
+        ("layers", {"magnitude": [[1.0], [1.0, 2.0]]}, "magnitude has rows of different lengths"),
+        ("matrices", {"channels": [1, 2]}, r"matrices\[0\] is not 2 × 2"),
+        ("ablation", {"ratios": [0.0, 0.5]}, "ablation has 2 ratios and 10 in top1"),
+        ("ablation", {"least_important_first": []}, "10 ratios and 0 in least_important_first"),
+        ("ablation", {"top1": [[]] * 10}, "top1 has a ratio without a draw"),
+        ("importance", {"standard_error": []}, "64 in divergence and 0 in standard_error"),
+        ("gradcam", {"overlay": "javascript:x"}, r"gradcam\[0\].overlay is not data:image/png"),
     ],
 )
-def test_parts_that_do_not_fit_are_refused(change, message):
+def test_parts_that_do_not_fit_are_refused(place, change, message):
     found = diagnosis(0, layers=4)
-    found["layers"][0].update(change)
+    part = found[place]
+    (part[0] if isinstance(part, list) else part).update(change)
     with pytest.raises(ValueError, match=message):
-        from_diagnosis(found)
+        source(found)
 
 
 def test_bad_sources_are_named(tmp_path):
@@ -320,4 +328,11 @@ def test_numbers_beyond_drawing_are_refused(tmp_path):
     found = diagnosis(0, layers=4)
     found["layers"][0]["mean_abs"][0] = 1e308
     with pytest.raises(ValueError, match=r"mean_abs\[0\] is 1e\+308, too large to be drawn"):
-        write_diagnosis_page(found, tmp_path / "page.html")
+        write_diagnosis_page(Diagnosis.from_dict(found), tmp_path / "page.html")
+
+
+def test_names_of_layers_are_abbreviated_from_the_left():
+    assert abbreviate("layer1.0.relu", 14) == "layer1.0.relu"
+    assert abbreviate("backbone.layer1.0.relu", 16) == "b.layer1.0.relu"
+    assert abbreviate("backbone.layer1.0.relu", 14) == "b.l1.0.relu"
+    assert abbreviate("x" * 30 + "1234567890123456", 14) == "x12345…0123456"

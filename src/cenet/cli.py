@@ -174,7 +174,7 @@ def diagnose(
     ablation_images: int = 512,
     out: Path | None = None,
 ) -> None:
-    """Say which channels of a network are asleep, how redundant the others are, and what it costs.
+    """Measure what the channels of a network do, and say whether to prune, to try CE, or neither.
 
     Args:
         model: a timm model name such as resnet50, torchvision/NAME, or a folder of `cenet train`.
@@ -200,13 +200,13 @@ def diagnose(
             model, data, out, checkpoint=checkpoint, pretrained=pretrained, limit=limit, size=size,
             batch=batch, device=device, layer=layer, ablation_images=ablation_images,
         )  # fmt: skip
-        print(f"wrote {write_diagnosis_page(found.as_dict(), out / 'diagnosis.html')}")
+        print(f"wrote {write_diagnosis_page(found, out / 'diagnosis.html')}")
     except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from error
 
 
-def demo(out: Path = Path("runs/demo"), epochs: int = 40, seeds: int = 3) -> None:
-    """Train a small VGG without and with CE on digits (CPU, three minutes), and write a page.
+def demo(out: Path = Path("runs/demo"), epochs: int = 15, seeds: int = 3) -> None:
+    """Train a small VGG without and with CE on digits (CPU, two minutes), and write a page.
 
     Args:
         out: folder of the runs and of report.html.

@@ -69,7 +69,8 @@ class Ablation(ActivationWatch):
     def count(self, layer: str) -> int:
         """Channels of a layer; ValueError if it was not seen."""
         if layer not in self.channels:
-            raise ValueError(f"layer {layer!r} was not seen; the network has {list(self.channels)}")
+            known = ", ".join(self.channels)
+            raise ValueError(f"layer {layer!r} was not seen; the network has {known}")
         return self.channels[layer]
 
 

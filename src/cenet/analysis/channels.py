@@ -101,11 +101,11 @@ def duplicates(mean: Tensor, covariance: Tensor) -> Tensor:
     matrix = correlation_matrix(mean, covariance)
     offset = mean / covariance.diagonal().clamp_min(0).sqrt()
     distance = 2 - 2 * matrix + (offset[:, None] - offset).square()
-    near = (distance <= DUPLICATE).cpu()  # False where NaN
+    near = (distance <= DUPLICATE).tril(-1).cpu()  # False where NaN
     found = torch.zeros(len(mean), dtype=torch.bool)
-    for channel in range(1, len(mean)):
-        # only those that are kept themselves
-        found[channel] = bool((near[channel, :channel] & ~found[:channel]).any())
+    for channel in near.any(1).nonzero().flatten().tolist():
+        # of a chain of neighbours only those count that repeat one that is kept
+        found[channel] = bool((near[channel] & ~found).any())
     return found
 
 

@@ -53,6 +53,33 @@ def examine(
     *,
     checkpoint: Path | None = None,
     pretrained: bool = False,
+    **options: Any,
+) -> tuple[Diagnosis, list[str]]:
+    """Examine a network by name or run and write `out/diagnosis.json`; notes come beside.
+
+    Args:
+        model: as `find_examinee` takes it, and so `checkpoint` and `pretrained`.
+        data: folder of images.
+        out: folder of diagnosis.json.
+        checkpoint: weights of the network.
+        pretrained: take those of timm or torchvision instead.
+        **options: as of `examine_network`.
+
+    Raises:
+        ValueError: network, checkpoint, images or an option cannot be used; the message says which.
+    """
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file; it must be a folder")
+    _check(**options)
+    examinee = find_examinee(model, checkpoint, pretrained=pretrained)
+    return examine_network(examinee, data, out, **options)
+
+
+def examine_network(
+    examinee: Examinee,
+    data: Path | None,
+    out: Path,
+    *,
     limit: int | None = None,
     size: int | None = None,
     batch: int = 32,
@@ -60,18 +87,8 @@ def examine(
     layer: str | None = None,
     ablation_images: int = ABLATION_IMAGES,
 ) -> tuple[Diagnosis, list[str]]:
-    """Examine a network and write `out/diagnosis.json`; what there is to note comes beside.
-
-    Raises:
-        ValueError: network, checkpoint, images or an option are no use; the message says which.
-    """
-    for name, value in {"limit": limit, "size": size, "batch": batch}.items():
-        if value is not None and value < 1:
-            raise ValueError(f"--{name} {value} must be at least 1")
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out} is a file; it must be a folder")
+    """Examine a network that is at hand; as `examine`."""
     place = start(device).device
-    examinee = find_examinee(model, checkpoint, pretrained=pretrained)
     examinee.network.to(place).eval()
     shown = _shown(examinee, data, limit, size or examinee.size, batch)
     with _progress() as progress:
@@ -89,10 +106,18 @@ def examine(
             )  # fmt: skip
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
-            raise ValueError(f"{model} cannot be run on these images: {reason}") from error
+            raise ValueError(f"{examinee.name} cannot be run on these images: {reason}") from error
     diagnosis = _completed(found, examinee, data, shown, place)
     diagnosis.write(out / FILE)
     return diagnosis, [] if shown.note is None else [shown.note]
+
+
+def _check(
+    limit: int | None = None, size: int | None = None, batch: int | None = None, **_: Any
+) -> None:
+    for name, value in {"limit": limit, "size": size, "batch": batch}.items():
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} {value} must be at least 1")
 
 
 def _shown(

@@ -5,7 +5,8 @@ import random
 import torch
 from torch import Tensor
 
-BATCH = 64
+BATCH = 64  # images that go together at least
+PIXELS = 2**18  # small images go together until they have so many pixels
 
 
 class Sample:
@@ -34,8 +35,10 @@ class Sample:
         by_size: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
         for image, label in self._kept:
             by_size.setdefault(image.shape, []).append((image, label))
-        return [
-            (torch.stack([image for image, _ in part]), torch.stack([label for _, label in part]))
-            for kept in by_size.values()
-            for part in (kept[i : i + BATCH] for i in range(0, len(kept), BATCH))
-        ]
+        found = []
+        for kept in by_size.values():
+            count = max(BATCH, PIXELS // kept[0][0][0].numel())
+            for start in range(0, len(kept), count):
+                images, labels = zip(*kept[start : start + count], strict=True)
+                found.append((torch.stack(images), torch.stack(labels)))
+        return found

@@ -1,7 +1,9 @@
 """What is kept of a layer while images stream by: sums of fixed size that can be merged.
 
-Everything is in float64. The covariance is merged by Chan's formula, so a mean that is large beside
-the deviation costs no digits, and batches of any size in any order give the same to rounding.
+Sums are kept in float64; only those over the pixels of one image are taken in float32, unless the
+network itself is in float64. The covariance is merged by Chan's formula, so a mean that is large
+beside the deviation costs no digits, and batches of any size in any order give the same but for
+rounding.
 """
 
 from dataclasses import dataclass, replace
@@ -10,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
+
+from cenet.analysis.channels import channel_magnitude
 
 GRID = 32  # largest side of the map of magnitudes
 WIDEST = 2048  # channels among which covariances are kept
@@ -132,16 +136,18 @@ class LayerStatistics:
         self.size = (y.shape[2], y.shape[3])
         self.images += len(y)
         self.outputs += y.numel() // y.shape[1]
-        for part in _parts(y):
-            values = part.double()
-            self.sum += values.sum((0, 2, 3))
-            by_image = values.abs().sum((2, 3))
-            self.abs_sum += by_image.sum(0)
-            self.image_square_sum += (by_image / values[0, 0].numel()).square().sum(0)
-            self.fired += (part.amax((2, 3)) > 0).sum(0)
-            squares = values.square()
-            self.square_sum += squares.sum((0, 2, 3))
-            self.magnitude_sum += pooled(squares.sum(1).sqrt_(), self.magnitude_sum).sum(0)
+        values = y if y.dtype == torch.float64 else y.float()
+        by_image = {
+            "sum": values.sum((2, 3)),
+            "abs_sum": torch.linalg.vector_norm(values, 1, (2, 3)),
+            "square_sum": torch.linalg.vector_norm(values, 2, (2, 3)).double().square(),
+            "fired": values.amax((2, 3)) > 0,
+        }
+        for name, value in by_image.items():
+            getattr(self, name).add_(value.sum(0, dtype=torch.float64))
+        mean = by_image["abs_sum"].double() / (y.shape[2] * y.shape[3])
+        self.image_square_sum += mean.square().sum(0)
+        self.magnitude_sum += pooled(channel_magnitude(values).double(), self.magnitude_sum).sum(0)
 
     def merge(self, other: "LayerStatistics") -> None:
         """Take in what another has seen."""

@@ -92,7 +92,7 @@ def _evidence(layers: Sequence[Layer]) -> list[str]:
         f"{_share(layers, 'dormant')} are dormant: at most {DORMANT:g} of the mean activation of "
         f"their layer{_where(layers, 'dormant')}.",
         f"{_share(layers, 'dormant_strict')} are at most {DORMANT_STRICT:g} of it.",
-        f"{_share(layers, 'rare')} fire in less than {RARE:.0%} of the images.",
+        f"{_share(layers, 'rare')} fire in less than {_percent(RARE, 0)} of the images.",
     ]
     for name, meaning in (
         ("saturated", "are active but stuck at one value"),
@@ -106,9 +106,10 @@ def _evidence(layers: Sequence[Layer]) -> list[str]:
         if layer.participation_ratio is not None
     ]
     if shares:
+        mean = _percent(sum(shares) / len(shares), 0)
         lines.append(
-            f"The channels of a layer vary in {sum(shares) / len(shares):.0%} as many dimensions "
-            "as there are channels (participation ratio, mean over layers)."
+            f"The channels of a layer vary in {mean} as many dimensions as there are channels "
+            "(participation ratio, mean over layers)."
         )
     return lines
 
@@ -118,16 +119,16 @@ def _confidence(layers: Sequence[Layer], images: int) -> str:
     undecided = sum(layer.undecided for layer in layers)
     return (
         f"Measured on {images} images: a channel that fired in none of them fires in at most "
-        f"{bound:.1%} of such images (95 % confidence); {undecided} of {_channels(layers)} "
+        f"{_percent(bound)} of such images (95 % confidence); {undecided} of {_channels(layers)} "
         "channels are within two standard errors of the limit of dormancy."
     )
 
 
 def _removed(removal: Removal) -> str:
+    before, after = _percent(removal.top1), _percent(removal.top1_without)
     return (
-        f"Without all {removal.channels} at once, top-1 goes from {removal.top1:.1%} to "
-        f"{removal.top1_without:.1%} (standard error of the difference {removal.top1_error:.1%}, "
-        f"{removal.images} images)."
+        f"Without all {removal.channels} at once, top-1 goes from {before} to {after} (standard "
+        f"error of the difference {_percent(removal.top1_error)}, {removal.images} images)."
     )
 
 
@@ -160,13 +161,17 @@ def _channels(layers: Sequence[Layer]) -> int:
     return sum(layer.channels for layer in layers)
 
 
+def _percent(share: float, digits: int = 1) -> str:
+    return f"{100 * share:.{digits}f} %"
+
+
 def _count(layers: Sequence[Layer], name: str) -> int:
     return sum(len(getattr(layer, name)) for layer in layers)
 
 
 def _share(layers: Sequence[Layer], name: str) -> str:
     count, channels = _count(layers, name), _channels(layers)
-    return f"{count} of {channels} channels ({count / channels:.1%})"
+    return f"{count} of {channels} channels ({_percent(count / channels)})"
 
 
 def _where(layers: Sequence[Layer], name: str) -> str:

@@ -133,7 +133,8 @@ def _chart(title: str, rows: Sequence[Row], lines: dict[str, str], x: Axis, y: A
     for number, name in enumerate(lines):
         known = [(row["epoch"], row[name]) for row in rows if row.get(name) is not None]
         if known:
-            series.append(Series(number, *zip(*known, strict=True)))
+            epochs, values = zip(*known, strict=True)
+            series.append(Series(number, epochs, values))
     label = f"{title} by epoch; the numbers are in the table below"
     return line_chart(label, series, list(lines.values()), x, y, marks=True)
 

@@ -1,284 +1,328 @@
-"""Figures of single channels: how strong they are, how they go together, what they are worth."""
+"""Figures of single channels: how active they are, how they go together, what they are worth."""
 
 import math
-from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean, median
-from typing import Any
 
-from cenet.report.charts import Rule, Series, heat_map, line_chart
+from cenet.analysis.channels import DORMANT, DORMANT_STRICT
+from cenet.analysis.diagnosis import AblationCurve, Importance, Layer, Matrix, Removal
+from cenet.report.charts import Rule, Series, colour_bar, heat_map, line_chart
 from cenet.report.parts import Cell, Column, Figure, Panel, Table
 from cenet.report.scales import Axis, around
 from cenet.report.sources import Source
-from cenet.report.words import compare, count, show
+from cenet.report.words import brief, compare, count, show
 
-FIRST, WEAKEST = 1e-4, 1e-9  # where the axis begins, and where at the lowest
-SMALLEST = 4  # places along the side of a map that is worth drawing
+LEAST = 1e-3  # where the axes of relative values begin
 PER_DECADE = 20
+SMALLEST = 4  # places along the side of a map that is worth drawing
 MAPS = 4  # layers whose maps are drawn
 LAYER = ("run", "layer")
+RULES = (
+    Rule(x=DORMANT_STRICT, text=f"strictly {DORMANT_STRICT:g}", anchor="end"),
+    Rule(x=DORMANT, text=f"dormant {DORMANT:g}"),
+)
+
+ByChannel = Callable[[Layer], Sequence[float] | None]
 
 
-def strength_figure(sources: Sequence[Source]) -> Figure | None:
-    """How many channels are weaker than a value, over all layers."""
+def activity_figure(sources: Sequence[Source]) -> Figure | None:
+    """How many channels are less active than a share of the mean of their layer."""
+    caption = (
+        "Share of all channels whose activity is at most a value. Activity is the mean absolute "
+        "activation divided by its mean over the layer. Where a curve crosses the dashed lines, "
+        f"its height is the share of dormant channels: at most {DORMANT:g}, and strictly at most "
+        f"{DORMANT_STRICT:g}."
+    )
+    return _cumulative(
+        sources, "activity", "Activity of channels", caption, "activity relative to the layer",
+        lambda layer: layer.activity, RULES,
+    )  # fmt: skip
+
+
+def contribution_figure(sources: Sequence[Source]) -> Figure | None:
+    """How many channels contribute less than a share of the mean of their layer."""
+    layers = [layer for source in sources for layer in source.layers]
+    unknown = sum(layer.contribution is None for layer in layers)
+    caption = (
+        "Share of channels whose contribution is at most a value. Contribution is the activity "
+        "times the norm of the weights that read the channel, divided by its mean over the layer."
+    )
+    if unknown:
+        caption += f" Weights that read the channels are not known of {count(unknown, 'layer')}."
+    return _cumulative(
+        sources, "contribution", "Contribution of channels", caption,
+        "contribution relative to the layer", lambda layer: layer.contribution,
+    )  # fmt: skip
+
+
+def _cumulative(
+    sources: Sequence[Source],
+    key: str,
+    title: str,
+    caption: str,
+    what: str,
+    measure: ByChannel,
+    rules: Sequence[Rule] = (),
+) -> Figure | None:
+    """Share of the channels of all layers up to a value, on a logarithmic axis."""
     known = {
-        run: sorted(v for layer in source.layers for v in layer["mean_abs"] if v is not None)
+        run: sorted(value for layer in source.layers for value in measure(layer) or ())
         for run, source in enumerate(sources)
     }
     known = {run: values for run, values in known.items() if values}
     if not known:
         return None
-    middles = {run: median(values) for run, values in known.items()}
-    weakest = max(WEAKEST, min([FIRST, *(value for value in middles.values() if value > 0)]))
-    first = math.floor(math.log10(weakest) + 1e-9)
-    largest = max(FIRST * 10, *(values[-1] for values in known.values()))
+    first = round(math.log10(LEAST))
+    largest = max(10.0, *(values[-1] for values in known.values()))
     decades = math.ceil(math.log10(largest) - 1e-9) - first
-    grid = [10 ** (first + i / PER_DECADE) for i in range(decades * PER_DECADE + 1)]
-    threshold = max(s.diagnosis["threshold"] for s in sources if s.diagnosis)
-    grid = sorted({*(float(f"{x:.9g}") for x in grid), threshold})
-    series = [Series(run, grid, [below(values, x) for x in grid]) for run, values in known.items()]
-    x = Axis("mean absolute activation of a channel", grid[0], grid[-1], log=True)
+    powers = [10.0 ** (first + i / PER_DECADE) for i in range(decades * PER_DECADE + 1)]
+    limits = {DORMANT, DORMANT_STRICT}
+    grid = sorted({*(float(f"{x:.9g}") for x in powers), *limits})
+    series = [Series(run, grid, [up_to(values, x) for x in grid]) for run, values in known.items()]
     runs = [source.name for source in sources]
-    label = "Share of channels that are weaker than a value; the numbers are in the table below"
     drawing = line_chart(
-        label, series, runs, x, Axis("channels below", 0.0, 1.0, "percent"),
-        rule=Rule(x=threshold, text=f"inhibited below {threshold:g}"),
+        f"{title}; the numbers are in the table below", series, runs,
+        Axis(what, grid[0], grid[-1], log=True), Axis("channels up to", 0.0, 1.0, "percent"),
+        rules=rules,
     )  # fmt: skip
-    unknown: dict[str, float | None] = dict.fromkeys(runs)
-    shares = unknown | {runs[run]: below(values, threshold) for run, values in known.items()}
-    medians = unknown | {runs[run]: value for run, value in middles.items()}
-    caption = (
-        "Share of all channels whose mean absolute activation is below a value. Where a curve "
-        f"crosses the dashed line, its height is the share of inhibited channels: "
-        f"{compare(shares, 'percent')}. Median channel: {compare(medians)}."
-    )
-    rows = [x for x in grid if x == threshold or abs(math.log10(x) - round(math.log10(x))) < 1e-9]
-    columns = [Column("channels below", "number")]
-    columns += [Column(runs[run], "percent", run) for run in known]
-    table = Table(
-        tuple(columns),
-        tuple((x, *(below(values, x) for values in known.values())) for x in rows),
-    )
-    everything = tuple(
-        (source.name, layer["name"], channel, value)
+    medians: dict[str, float | None] = dict.fromkeys(runs)
+    medians |= {runs[run]: median(values) for run, values in known.items()}
+    rows = [x for x in grid if x in limits or abs(math.log10(x) - round(math.log10(x))) < 1e-9]
+    columns = [Column("at most", "number"), *(Column(runs[r], "percent", r) for r in known)]
+    shares = tuple((x, *(up_to(values, x) for values in known.values())) for x in rows)
+    everything = [
+        (source.name, layer.name, channel, value)
         for source in sources
         for layer in source.layers
-        for channel, value in enumerate(layer["mean_abs"])
-    )
+        for channel, value in enumerate(measure(layer) or ())
+    ]
     return Figure(
-        "strength", "Strength of channels", caption, (Panel("", drawing),), table,
-        _table(everything, LAYER, ("channel", "mean_abs")),
+        key, title, f"{caption} Median channel: {compare(medians)}.", (Panel("", drawing),),
+        Table(tuple(columns), shares), _table(everything, LAYER, ("channel", key)),
     )  # fmt: skip
 
 
-def below(values: Sequence[float], limit: float) -> float:
-    """Share of sorted values that are smaller than a limit."""
-    return bisect_left(values, limit) / len(values)
+def up_to(values: Sequence[float], limit: float) -> float:
+    """Share of sorted values that are at most a limit."""
+    return bisect_right(values, limit) / len(values)
 
 
 def matrix_figure(sources: Sequence[Source]) -> Figure | None:
     """Correlations between the channels of a few layers."""
-    panels, rows, everything = [], [], []
-    grey = False
-    means: dict[str, list[float]] = {}
-    for source in sources:
-        for matrix in source.part("matrices") or []:
-            values, channels = matrix["values"], matrix["channels"]
-            if not channels:
-                continue
-            strength = [[None if v is None else abs(v) for v in row] for row in values]
-            grey = grey or any(v is None for row in values for v in row)
-            pairs = [v for i, row in enumerate(strength) for v in row[:i] if v is not None]
-            name = matrix["layer"] if len(sources) == 1 else f"{source.name}: {matrix['layer']}"
-            label = f"Correlations of {name}; the numbers are summed up in the table below"
-            panels.append(Panel(name, heat_map(label, strength, 0.0, 1.0)))
-            mean = fmean(pairs) if pairs else None
-            if mean is not None:
-                means.setdefault(source.name, []).append(mean)
-            strong = fmean(v > 0.5 for v in pairs) if pairs else None
-            rows.append(
-                (
-                    source.name,
-                    matrix["layer"],
-                    len(channels),
-                    mean,
-                    max(pairs, default=None),
-                    strong,
-                )
-            )
-            everything += [
-                (source.name, matrix["layer"], a, b, value)
-                for a, row in zip(channels, values, strict=True)
-                for b, value in zip(channels, row, strict=True)
-            ]
-    if not panels:
+    shown = [
+        (run, source.name, matrix)
+        for run, source in enumerate(sources)
+        for matrix in (source.diagnosis.matrices if source.diagnosis else ())
+        if matrix.channels
+    ]
+    if not shown:
         return None
-    average = {s.name: fmean(means[s.name]) if s.name in means else None for s in sources}
+    panels, rows, everything = [], [], []
+    means: dict[str, list[float]] = {}
+    for run, name, matrix in shown:
+        strength = [[None if v is None else abs(v) for v in row] for row in matrix.values]
+        label = f"Correlations of {name}: {matrix.layer}; the table below sums them up"
+        panels.append(Panel(matrix.layer, heat_map(label, strength, 0.0, 1.0), run))
+        pairs = [v for i, row in enumerate(strength) for v in row[:i] if v is not None]
+        if pairs:
+            means.setdefault(name, []).append(fmean(pairs))
+        rows.append((name, matrix.layer, len(matrix.channels), *_sums(pairs)))
+        everything += _entries(name, matrix)
     caption = (
-        "Absolute correlation of every pair of channels, dark for none and light for full; the "
-        "light diagonal is each channel with itself, and light blocks beside it are channels "
-        "that repeat each other."
+        "Absolute correlation of every pair of channels, one scale for all matrices. The light "
+        "diagonal is each channel with itself, and light blocks beside it are channels that "
+        "repeat each other."
     )
-    if grey:
+    if any(value is None for _, _, matrix in shown for row in matrix.values for value in row):
         caption += " Grey lines are channels that are constant and have no correlation."
     if means:
+        average = {s.name: fmean(means[s.name]) if s.name in means else None for s in sources}
         caption += f" Mean beside the diagonal over these layers: {compare(average)}."
     return Figure(
         "matrices", "Correlation matrices", caption, tuple(panels),
         _table(rows, LAYER, ("channels", "mean |correlation|", "largest"), ("pairs above 0.5",)),
         _table(everything, LAYER, ("channel", "other channel", "correlation")),
-        columns=max(len(source.part("matrices") or []) for source in sources), maps=True,
+        columns=max(len(s.diagnosis.matrices) for s in sources if s.diagnosis), maps=True,
+        scale=colour_bar("0", "1"),
     )  # fmt: skip
 
 
+def _sums(pairs: Sequence[float]) -> tuple[float | None, float | None, float | None]:
+    """Mean, largest and the share above 0.5."""
+    if not pairs:
+        return None, None, None
+    return fmean(pairs), max(pairs), fmean(value > 0.5 for value in pairs)
+
+
+def _entries(name: str, matrix: Matrix) -> list[tuple[Cell, ...]]:
+    return [
+        (name, matrix.layer, one, other, value)
+        for one, row in zip(matrix.channels, matrix.values, strict=True)
+        for other, value in zip(matrix.channels, row, strict=True)
+    ]
+
+
 def map_figure(sources: Sequence[Source]) -> Figure | None:
-    """Where in the image a few layers respond, with one scale per place in the network."""
-    chosen = [(source, _spread_out(source)) for source in sources]
-    panels: list[Panel] = []
-    rows: list[tuple[Cell, ...]] = []
-    everything: list[tuple[Cell, ...]] = []
-    for source, layers in chosen:
-        for place, layer in enumerate(layers):
-            together = [
-                value
-                for _, others in chosen
-                if place < len(others)
-                for value in _known(others[place])
-            ]
-            own = _known(layer)
-            name = layer["name"] if len(sources) == 1 else f"{source.name}: {layer['name']}"
-            label = f"Magnitude map of {name}; the numbers are summed up in the table below"
-            scale = min(together), max(together)
-            panels.append(Panel(name, heat_map(label, layer["magnitude"], *scale)))
-            rows.append((source.name, layer["name"], min(own), fmean(own), max(own)))
-            everything += [
-                (source.name, layer["name"], y, x, value)
-                for y, row in enumerate(layer["magnitude"])
-                for x, value in enumerate(row)
-            ]
-    if not panels:
+    """Where in the image a few layers respond, each map on its own scale from 0."""
+    shown = [
+        (run, source.name, layer)
+        for run, source in enumerate(sources)
+        for layer in _spread_out(source)
+    ]
+    if not shown:
         return None
+    panels, rows, everything = [], [], []
+    for run, name, layer in shown:
+        known = _known(layer)
+        label = f"Magnitude map of {name}: {layer.name}; the table below sums it up"
+        title = f"{layer.name}, up to {brief(max(known))}"
+        panels.append(Panel(title, heat_map(label, layer.magnitude, 0.0, max(known)), run))
+        rows.append((name, layer.name, min(known), fmean(known), max(known)))
+        everything += [
+            (name, layer.name, y, x, value)
+            for y, row in enumerate(layer.magnitude)
+            for x, value in enumerate(row)
+        ]
     caption = (
         "Length of the vector of all channels at every place of the image, mean over the images, "
-        "for layers from early to late."
+        "for layers from early to late. Each map has its own scale, from 0 to its largest value: "
+        "compare places within a map, not the colours of two maps."
     )
-    if len(sources) > 1:
-        caption += " Layers at the same place share a scale, so that runs can be compared."
     return Figure(
         "maps", "Magnitude maps", caption, tuple(panels),
         _table(rows, LAYER, ("smallest", "mean", "largest")),
         _table(everything, LAYER, ("row", "column", "magnitude")),
-        columns=max(len(layers) for _, layers in chosen), maps=True,
+        columns=max(len(_spread_out(source)) for source in sources), maps=True,
+        scale=colour_bar("0", "largest of each map"),
     )  # fmt: skip
 
 
 def ablation_figure(sources: Sequence[Source]) -> Figure | None:
-    """Accuracy when more and more channels are set to zero, with the spread of the repeats."""
-    found = [(run, s.name, s.part("ablation")) for run, s in enumerate(sources)]
-    found = [item for item in found if ablation_area(item[2]) is not None]
+    """Accuracy when more and more channels are set to zero, in two orders; a panel per run."""
+    found = [
+        (run, source.name, source.diagnosis.ablation)
+        for run, source in enumerate(sources)
+        if source.diagnosis and source.diagnosis.ablation
+    ]
+    found = [item for item in found if len(item[2].ratios) > 1]
     if not found:
         return None
-    series, rows = [], []
-    for run, name, one in found:
-        repeats = [[v for v in values if v is not None] for values in one["top1"]]
-        mean = [fmean(values) if values else None for values in repeats]
-        low = [min(values, default=None) for values in repeats]
-        high = [max(values, default=None) for values in repeats]
-        notes = [f"{name}: {show(v, 'percent')}" for v in mean]
-        series.append(Series(run, one["ratios"], mean, low, high, notes))
-        rows += [
-            (name, len(values), ratio, *numbers)
-            for ratio, *numbers, values in zip(one["ratios"], mean, low, high, repeats, strict=True)
-        ]
     runs = [source.name for source in sources]
-    x = Axis("channels set to zero", 0.0, max(max(s.x) for s in series) or 1.0, "percent")
-    values = [v for s in series for v in (*s.low, *s.high) if v is not None]
+    x = Axis("channels set to zero", 0.0, max(max(c.ratios) for _, _, c in found), "percent")
+    values = [v for _, _, c in found for v in (*c.least_important_first, *sum(c.top1, ()))]
     y = around("top-1 accuracy", values, "percent", zero=True)
-    label = "Accuracy by share of channels set to zero; the numbers are in the table below"
-    areas = dict.fromkeys(runs) | {name: ablation_area(one) for _, name, one in found}
-    layers = " and ".join(dict.fromkeys(one["layer"] for _, _, one in found))
-    repeats_ = max(len(values) for _, _, one in found for values in one["top1"])
-    caption = (
-        f"Top-1 accuracy when random channels of {layers} are set to zero: mean and range of "
-        f"{count(repeats_, 'draw')}. It is measured on a sample of the images, so "
-        "that its left end may differ from the accuracy above. A network that shares its work "
-        "among channels falls later. "
-        f"Mean height of the curve (area): {compare(areas, 'percent')}."
-    )
-    heads = ("channels set to zero", "mean top-1", "lowest", "highest")
+    panels, rows = [], []
+    for run, name, curve in found:
+        means = [fmean(draws) for draws in curve.top1]
+        label = f"Accuracy of {name} by share of channels set to zero; the numbers are in the table"
+        series = _orders(run, curve, means)
+        panels.append(Panel(name, line_chart(label, series, runs, x, y, marks=True)))
+        for at, draws in enumerate(curve.top1):
+            row = (means[at], min(draws), max(draws), curve.least_important_first[at])
+            rows.append((name, len(draws), curve.ratios[at], *row))
+    heads = ("channels set to zero", "random: mean top-1", "lowest", "highest", "least first")
     return Figure(
-        "ablation", "Cumulative ablation", caption,
-        (Panel("", line_chart(label, series, runs, x, y, marks=True)),),
-        _table(rows, ("run",), ("draws",), heads),
+        "ablation", "Cumulative ablation", _ablation_words([c for _, _, c in found]),
+        tuple(panels) if len(sources) > 1 else (Panel("", panels[0].svg),),
+        _table(rows, ("run",), ("draws",), heads), columns=2 if len(panels) > 1 else 1,
     )  # fmt: skip
 
 
-def ablation_area(ablation: dict[str, Any] | None) -> float | None:
-    """Area under the mean curve divided by its width, by the trapezoidal rule."""
-    if ablation is None:
-        return None
-    known = [
-        (ratio, fmean(v for v in values if v is not None))
-        for ratio, values in zip(ablation["ratios"], ablation["top1"], strict=True)
-        if any(v is not None for v in values)
+def _orders(run: int, curve: AblationCurve, means: Sequence[float]) -> list[Series]:
+    def notes(order: str, values: Sequence[float]) -> list[str]:
+        return [f"{order}: {show(value, 'percent')}" for value in values]
+
+    low, high = [min(draws) for draws in curve.top1], [max(draws) for draws in curve.top1]
+    least, random, first = curve.least_important_first, "random order", "least important first"
+    return [
+        Series(run, curve.ratios, means, low, high, notes(random, means), random, 0),
+        Series(run, curve.ratios, least, notes=notes(first, least), name=first, look=1),
     ]
-    if len(known) < 2 or known[-1][0] <= known[0][0]:
-        return None
-    steps = pairwise(known)
-    area: float = sum((b - a) * (height + other) / 2 for (a, height), (b, other) in steps)
-    width: float = known[-1][0] - known[0][0]
-    return area / width
+
+
+def _ablation_words(curves: Sequence[AblationCurve]) -> str:
+    """What is drawn, how sure it is, and its meaning."""
+    layers = _listed(curve.layer for curve in curves)
+    draws = max(len(one) for curve in curves for one in curve.top1)
+    images = min(curve.images for curve in curves)
+    accuracies = [v for c in curves for v in (*c.least_important_first, *sum(c.top1, ()))]
+    error = max(math.sqrt(p * (1 - p) / max(1, images)) for p in accuracies)
+    return (
+        f"Top-1 accuracy while channels of {layers} are set to zero, in random order (mean and "
+        f"range of {count(draws, 'draw')}) and from the least important on. Measured on "
+        f"{count(images, 'image')}: the binomial standard error of a point is at most "
+        f"{show(error, 'percent', brief=True)}. A curve that stays high says that the network "
+        "does not rely on particular channels of this layer, because they are redundant or "
+        "inactive; it is not a measure of quality."
+    )
 
 
 def importance_figure(sources: Sequence[Source]) -> Figure | None:
-    """What each channel is worth: the accuracy lost without it, from most to least."""
-    series, rows, everything = [], [], []
-    ginis: dict[str, float | None] = dict.fromkeys(source.name for source in sources)
-    for run, source in enumerate(sources):
-        one = source.part("importance")
-        drops = (
-            [] if one is None else sorted((v for v in one["drop"] if v is not None), reverse=True)
-        )
-        if not drops:
-            continue
-        ginis[source.name] = one.get("gini")
-        places = [i / max(1, len(drops) - 1) for i in range(len(drops))]
-        series.append(Series(run, places, drops))
-        rows.append(
-            (
-                source.name,
-                one["layer"],
-                len(drops),
-                one.get("gini"),
-                drops[0],
-                median(drops),
-                drops[-1],
-            )
-        )
-        everything += [(source.name, one["layer"], i, v) for i, v in enumerate(one["drop"])]
-    if not series:
+    """How far the predictions move without each channel, from most to least."""
+    found = [
+        (run, source.name, source.diagnosis.importance)
+        for run, source in enumerate(sources)
+        if source.diagnosis and source.diagnosis.importance
+    ]
+    found = [item for item in found if item[2].divergence]
+    if not found:
         return None
+    series, rows, everything = [], [], []
+    for run, name, one in found:
+        series.append(_importances(run, one))
+        values = sorted(one.divergence, reverse=True)
+        sums = (len(values), one.gini, values[0], median(values), values[-1])
+        rows.append((name, one.layer, *sums))
+        pairs = zip(one.divergence, one.standard_error, strict=True)
+        everything += [(name, one.layer, channel, *pair) for channel, pair in enumerate(pairs)]
     runs = [source.name for source in sources]
-    y = around(
-        "accuracy lost", [v for s in series for v in s.y if v is not None], "percent", zero=True
-    )
+    drawn = [v for s in series for v in (*s.low, *s.y, *s.high) if v is not None]
+    y = around("divergence of the predictions (nats)", drawn, zero=True)
     x = Axis("channels, from most to least important", 0.0, 1.0, "percent")
-    label = "Accuracy lost without each channel; the numbers are summed up in the table below"
-    layers = " and ".join(dict.fromkeys(str(row[1]) for row in rows))
-    caption = f"Top-1 accuracy lost when one channel of {layers} is set to zero."
-    if any(value is not None for value in ginis.values()):
-        caption += (
-            " The Gini coefficient is 0 when all channels matter the same and 1 when one matters "
-            f"alone: {compare(ginis)}. It counts losses below zero as zero."
-        )
-    losses = ("largest loss", "median loss", "smallest loss")
+    label = "Divergence without each channel; the table below sums the numbers up"
+    ginis: dict[str, float | None] = dict.fromkeys(runs)
+    ginis |= {name: one.gini for _, name, one in found}
+    caption = (
+        "How far the predicted classes move when one channel of "
+        f"{_listed(one.layer for _, _, one in found)} is set to zero: Kullback-Leibler divergence, "
+        f"mean over {count(min(one.images for _, _, one in found), 'image')}, with a band of two "
+        "standard errors. The Gini coefficient is 0 when all channels matter the same and 1 when "
+        f"one matters alone: {compare(ginis)}."
+    )
+    heads = ("channels", "Gini", "largest", "median", "smallest")
     return Figure(
         "importance", "Importance of single channels", caption,
         (Panel("", line_chart(label, series, runs, x, y)),),
-        _table(rows, LAYER, ("channels", "Gini"), losses),
-        _table(everything, LAYER, ("channel", "drop")),
+        _table(rows, LAYER, heads),
+        _table(everything, LAYER, ("channel", "divergence", "standard_error")),
     )  # fmt: skip
+
+
+def _importances(run: int, found: Importance) -> Series:
+    pairs = zip(found.divergence, found.standard_error, strict=True)
+    order = sorted(pairs, key=lambda pair: -pair[0])
+    places = [index / max(1, len(order) - 1) for index in range(len(order))]
+    low = [None if error is None else max(0.0, value - 2 * error) for value, error in order]
+    high = [None if error is None else value + 2 * error for value, error in order]
+    return Series(run, places, [value for value, _ in order], low, high)
+
+
+def removal_words(sources: Sequence[Source]) -> str:
+    """What all prunable channels are worth together, a line per run."""
+    found = {s.name: s.diagnosis.removal for s in sources if s.diagnosis and s.diagnosis.removal}
+    said = {name: _removal(one) for name, one in found.items() if one.channels}
+    return "\n".join(f"{name}: {one}" if len(sources) > 1 else one for name, one in said.items())
+
+
+def _removal(found: Removal) -> str:
+    one = found.channels == 1
+    which = "the one prunable channel" if one else f"all {found.channels} prunable channels"
+    before, after = show(found.top1, "percent"), show(found.top1_without, "percent")
+    return (
+        f"Removing {which} at once changes top-1 from {before} to {after} (standard error of the "
+        f"difference {show(found.top1_error, 'percent')}, on {count(found.images, 'image')})."
+    )
 
 
 def _table(
@@ -294,17 +338,21 @@ def _table(
     return Table(tuple(columns), tuple(rows))
 
 
-def _known(layer: dict[str, Any]) -> list[float]:
-    return [value for row in layer["magnitude"] for value in row if value is not None]
+def _listed(names: Iterable[str]) -> str:
+    return " and ".join(dict.fromkeys(names))
 
 
-def _spread_out(source: Source) -> list[dict[str, Any]]:
+def _known(layer: Layer) -> list[float]:
+    return [value for row in layer.magnitude for value in row if value is not None]
+
+
+def _spread_out(source: Source) -> list[Layer]:
     """A few layers from the first to the last of those with a map that shows something."""
     layers = [
         layer
         for layer in source.layers
-        if len(layer.get("magnitude") or []) >= SMALLEST
-        and len(layer["magnitude"][0]) >= SMALLEST
+        if len(layer.magnitude) >= SMALLEST
+        and len(layer.magnitude[0]) >= SMALLEST
         and len(_known(layer)) > 1
     ]
     if len(layers) <= MAPS:

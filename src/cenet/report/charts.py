@@ -8,14 +8,15 @@ from xml.etree import ElementTree as Tree
 from cenet.report.colours import LIGHT, picture
 from cenet.report.scales import Axis
 from cenet.report.svg import as_text, drawing, put_picture, put_text
-from cenet.report.words import brief, short
+from cenet.report.words import abbreviate, short
 
 WIDTH, PLOT = 440, 190  # units; about pixels
-LEFT, RIGHT, BOTTOM = 56, 24, 46
+LEFT, RIGHT, BOTTOM = 56, 24, 52
 LINE = 18  # height of a line of text
 LETTER = 8.2  # width of a letter, at most
+NAME, NAMES = 14, 20  # letters of a name at an axis, and how many names have room
 MANY = 60  # points; with more, only some carry a mark
-MAP = 200
+MAP, BAR = 200, 260
 PIXELS = "image-rendering:pixelated"
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "", "7 3", "2 3", "9 3 2 3")
 # in a box of -1 to 1
@@ -55,6 +56,8 @@ class Series:
         low: lower edge of the spread.
         high: upper edge.
         notes: what to say at each point.
+        name: in the legend, if it is not that of the run.
+        look: decides dashes and marks, where a run has several series; the colour stays.
     """
 
     run: int
@@ -63,15 +66,35 @@ class Series:
     low: Sequence[float | None] = ()
     high: Sequence[float | None] = ()
     notes: Sequence[str] = ()
+    name: str = ""
+    look: int | None = None
+
+    @property
+    def dashes(self) -> str:
+        """Of its curve."""
+        return DASHES[self.run if self.look is None else self.look]
+
+    @property
+    def shape(self) -> str:
+        """Of its marks."""
+        return MARKS[self.run if self.look is None else self.look]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A dashed line across a drawing at a value of x or y; what it says stands above the plot."""
+    """A dashed line across a drawing at a value of x or y.
+
+    Attributes:
+        x: where it crosses the axis of x.
+        y: or that of y.
+        text: stands above the plot.
+        anchor: "end" puts the text to the left of a line at x, "start" to its right.
+    """
 
     x: float | None = None
     y: float | None = None
     text: str = ""
+    anchor: str = "start"
 
 
 def line_chart(
@@ -82,7 +105,7 @@ def line_chart(
     y: Axis,
     *,
     marks: bool = False,
-    rule: Rule | None = None,
+    rules: Sequence[Rule] = (),
 ) -> str:
     """Curves, with their spread where there is one.
 
@@ -93,11 +116,9 @@ def line_chart(
         x: axis.
         y: axis.
         marks: draw every point.
-        rule: a line to compare with.
+        rules: lines to compare with.
     """
-    root, frame = _frame(label, series, runs, x, y)
-    if rule is not None:
-        frame.rule(rule)
+    root, frame = _frame(label, series, runs, x, y, rules)
     for item in series:
         group = Tree.SubElement(root, "g", {"class": f"run{item.run}"})
         edges = zip(item.x, item.low, item.high, strict=False)
@@ -107,8 +128,8 @@ def line_chart(
             Tree.SubElement(group, "path", {"class": "band", "d": frame.path(path) + "Z"})
         points = list(zip(item.x, item.y, strict=True))
         curve = {"class": "curve", "d": frame.path(points)}
-        if DASHES[item.run]:
-            curve["stroke-dasharray"] = DASHES[item.run]
+        if item.dashes:
+            curve["stroke-dasharray"] = item.dashes
         Tree.SubElement(group, "path", curve)
         step = 1 if marks and len(points) <= MANY else max(1, len(points) // 6)
         for index in range((item.run * step) // 4 if step > 1 else 0, len(points), step):
@@ -133,14 +154,19 @@ def range_chart(label: str, series: Sequence[Series], runs: Sequence[str], x: Ax
 
 
 def heat_map(label: str, values: Sequence[Sequence[float | None]], low: float, high: float) -> str:
-    """A map of colours, and under it the scale."""
+    """A map of colours; `colour_bar` draws its scale."""
     height = MAP * len(values) / len(values[0])
-    root = drawing(label, MAP, height + 38)
+    root = drawing(label, MAP, height)
     put_picture(root, picture(values, low, high), (0, 0, MAP, height), PIXELS)
-    scale = picture([[step / 99 for step in range(100)]], 0.0, 1.0)
-    put_picture(root, scale, (0, height + 8, MAP, 8), PIXELS)
-    for x, anchor, value in ((0, "start", low), (MAP, "end", high)):
-        put_text(root, x, height + 32, brief(value), anchor)
+    return as_text(root)
+
+
+def colour_bar(low: str, high: str) -> str:
+    """The scale of maps, with words or numbers at its ends."""
+    root = drawing(f"Colours from {low} to {high}", BAR, 28)
+    put_picture(root, picture([[step / 99 for step in range(100)]], 0.0, 1.0), (0, 0, BAR, 8))
+    for x, anchor, text in ((0, "start", low), (BAR, "end", high)):
+        put_text(root, x, 24, text, anchor)
     return as_text(root)
 
 
@@ -187,7 +213,7 @@ class _Frame:
         across, down = self.point(item.x[index], value)
         size = 2.4 if len(item.x) > 24 else 3.2
         place = f"translate({across:g} {down:g}) scale({size})"
-        shape = {"class": "mark", "d": MARKS[item.run], "transform": place}
+        shape = {"class": "mark", "d": item.shape, "transform": place}
         mark = Tree.SubElement(group, "path", shape)
         if item.notes:
             Tree.SubElement(mark, "title").text = item.notes[index]
@@ -197,58 +223,107 @@ class _Frame:
         line = f"M{LEFT} {down:g}H{WIDTH - RIGHT}"
         if rule.x is not None:
             line = f"M{across:g} {self.top:g}v{PLOT}"
-            share = self.x.place(rule.x)
-            anchor = "start" if share < 0.4 else "end" if share > 0.6 else "middle"
-            put_text(self.root, across, self.top - 12, rule.text, anchor)
+            put_text(self.root, across, self.top - 8, rule.text, rule.anchor)
         Tree.SubElement(self.root, "path", {"class": "rule", "d": line})
+
+    def names(self) -> None:
+        """Names below the axis of x, as many as have room; upright unless they are short."""
+        texts = _abbreviated(self.x.names)
+        for place in range(0, len(texts), -(-len(texts) // NAMES)):
+            across, _ = self.point(place + 1, self.y.low)
+            self._tick(across)
+            below = self.top + PLOT
+            if self.flat():
+                label = put_text(self.root, across, below + 23, texts[place], "middle", "layer")
+            else:
+                turn = f"translate({across + 4:g} {below + 9:g}) rotate(-90)"
+                label = put_text(self.root, 0, 0, texts[place], "end", "layer", turn=turn)
+            Tree.SubElement(label, "title").text = self.x.names[place]
+
+    def flat(self) -> bool:
+        """Whether all names have room beside each other."""
+        return self.unit() >= LETTER * (1 + _longest(self.x.names))
+
+    def numbers(self) -> None:
+        """Numbers below the axis of x."""
+        for value in self.x.ticks(8 if self.x.whole else 6):
+            across, _ = self.point(value, self.y.low)
+            self._tick(across)
+            put_text(self.root, across, self.top + PLOT + 23, self.x.text(value), "middle")
+
+    def _tick(self, across: float) -> None:
+        line = f"M{across:g} {self.top + PLOT:g}v4"
+        Tree.SubElement(self.root, "path", {"class": "grid", "d": line})
 
 
 def _frame(
-    label: str, series: Sequence[Series], runs: Sequence[str], x: Axis, y: Axis
+    label: str,
+    series: Sequence[Series],
+    runs: Sequence[str],
+    x: Axis,
+    y: Axis,
+    rules: Sequence[Rule] = (),
 ) -> tuple[Tree.Element, _Frame]:
-    """The drawing so far: legend (if there are several runs), axes and their numbers."""
-    names = [(item.run, runs[item.run]) for item in series]
-    rows = _legend_rows(names) if len(runs) > 1 else []
-    top = LINE * len(rows) + (34 if rows else 26)
-    root = drawing(label, WIDTH, top + PLOT + BOTTOM)
+    """The drawing so far: legend (if there are several curves), axes, their numbers and rules."""
+    named = len(runs) > 1 or any(item.name for item in series)
+    rows = _legend_rows([(item, item.name or runs[item.run]) for item in series] if named else [])
+    above = LINE if any(rule.text for rule in rules) else 0  # texts of rules, below the title
+    top = LINE * len(rows) + (40 if rows else 32) + above
+    root = drawing(label, WIDTH, 0)
     frame = _Frame(root, top, x, y)
+    upright = x.names and not frame.flat()
+    bottom = 28 + LETTER * _longest(x.names) if upright else BOTTOM
+    root.set("viewBox", f"0 0 {WIDTH} {top + PLOT + bottom:g}")
     for line, row in enumerate(rows):
-        for left, run, name in row:
-            _legend(root, left, LINE * line + 9, run, name)
-    put_text(root, 4, top - 12, y.title)
+        for left, item, name in row:
+            _legend(root, left, LINE * line + 9, item, name)
+    put_text(root, 4, top - 17 - above, y.title)
     for value in y.ticks():
         _, down = frame.point(x.low, value)
         Tree.SubElement(root, "path", {"class": "grid", "d": f"M{LEFT} {down:g}H{WIDTH - RIGHT}"})
         put_text(root, LEFT - 7, down + 4, y.text(value), "end")
-    for value in x.ticks(8 if x.whole else 6):
-        across, _ = frame.point(value, y.low)
-        Tree.SubElement(root, "path", {"class": "grid", "d": f"M{across:g} {top + PLOT:g}v4"})
-        put_text(root, across, top + PLOT + 18, x.text(value), "middle")
-    put_text(root, (LEFT + WIDTH - RIGHT) / 2, top + PLOT + 38, x.title, "middle")
+    if x.names:
+        frame.names()
+    else:
+        frame.numbers()
+    put_text(root, (LEFT + WIDTH - RIGHT) / 2, top + PLOT + bottom - 8, x.title, "middle")
+    for rule in rules:
+        frame.rule(rule)
     return root, frame
 
 
-def _legend_rows(names: Sequence[tuple[int, str]]) -> list[list[tuple[float, int, str]]]:
+def _abbreviated(names: Sequence[str]) -> list[str]:
+    """Names that fit; an ending that all share, such as `.relu`, is left out."""
+    heads, _, ends = zip(*(name.rpartition(".") for name in names), strict=True)
+    kept = heads if all(heads) and len(set(ends)) == 1 else names
+    return [abbreviate(name, NAME) for name in kept]
+
+
+def _longest(names: Sequence[str]) -> int:
+    return max(map(len, _abbreviated(names)))
+
+
+def _legend_rows(names: Sequence[tuple[Series, str]]) -> list[list[tuple[float, Series, str]]]:
     """Names in as many lines as they need."""
-    rows: list[list[tuple[float, int, str]]] = [[]]
+    rows: list[list[tuple[float, Series, str]]] = [[]] if names else []
     left = 4.0
-    for run, name in names:
+    for item, name in names:
         text = short(name)
         width = 38 + LETTER * len(text)
         if rows[-1] and left + width > WIDTH:
             rows.append([])
             left = 4.0
-        rows[-1].append((left, run, text))
+        rows[-1].append((left, item, text))
         left += width
     return rows
 
 
-def _legend(root: Tree.Element, left: float, middle: float, run: int, name: str) -> None:
-    group = Tree.SubElement(root, "g", {"class": f"run{run}"})
+def _legend(root: Tree.Element, left: float, middle: float, item: Series, name: str) -> None:
+    group = Tree.SubElement(root, "g", {"class": f"run{item.run}"})
     line = {"class": "curve", "d": f"M{left:g} {middle:g}h24"}
-    if DASHES[run]:
-        line["stroke-dasharray"] = DASHES[run]
+    if item.dashes:
+        line["stroke-dasharray"] = item.dashes
     Tree.SubElement(group, "path", line)
     place = f"translate({left + 12:g} {middle:g}) scale(3.2)"
-    Tree.SubElement(group, "path", {"class": "mark", "d": MARKS[run], "transform": place})
+    Tree.SubElement(group, "path", {"class": "mark", "d": item.shape, "transform": place})
     put_text(root, left + 29, middle + 4, name, of="name")

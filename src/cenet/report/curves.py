@@ -82,11 +82,17 @@ def _table(sources: Sequence[Source], names: Sequence[str], kind: Kind) -> Table
 
 
 def watched_figures(sources: Sequence[Source]) -> list[Figure]:
-    """Inhibited channels and correlation by update, of the runs that were watched."""
+    """What the channels did by update, of the runs that were watched."""
     found = [
         _watched(
-            sources, "watched-inhibited", "Inhibited channels by update", "inhibited_ratio",
-            "Mean over layers of the share of inhibited channels", "inhibited channels", "percent",
+            sources, "watched-dormant", "Dormant channels by update", "dormant_ratio",
+            "Mean over layers of the share of dormant channels", "dormant channels", "percent",
+        ),
+        _watched(
+            sources, "watched-participation", "Participation ratio by update",
+            "participation_share",
+            "Mean over layers of the participation ratio as a share of the channels",
+            "share of the channels", "percent",
         ),
         _watched(
             sources, "watched-correlation", "Correlation by update", "correlation",
@@ -132,10 +138,11 @@ def _watched(
         for row in source.watched
     ]
     heads = (Column("run"), Column("update", "number"), Column("layer"), Column(column, kind))
+    # a curve at 0 says no more than the caption
+    panels = (Panel("", line_chart(label, series, runs, x, y)),) if any(values) else ()
     return Figure(
-        key, title, caption, (Panel("", line_chart(label, series, runs, x, y)),),
-        Table(tuple(columns), rows), Table(heads, tuple(everything)),
-    )  # fmt: skip
+        key, title, caption, panels, Table(tuple(columns), rows), Table(heads, tuple(everything))
+    )
 
 
 def _by_update(source: Source, column: str) -> dict[int, float]:

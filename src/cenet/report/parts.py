@@ -43,10 +43,11 @@ class Table:
 
 @dataclass(frozen=True)
 class Panel:
-    """One drawing of a figure: its name and its SVG."""
+    """One drawing of a figure: its name, its SVG, and the run whose panels stand together."""
 
     name: str
     svg: str
+    run: int | None = None
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,12 @@ class Figure:
         key: name of its files.
         title: a noun.
         caption: what to see.
-        panels: the drawings.
+        panels: the drawings; none where words say it all.
         table: their numbers.
         numbers: all of them, for the CSV file, where the table only sums up.
         columns: drawings side by side on a wide screen; one alone fills half of it.
         maps: whether the drawings are maps, which are small; the caption stands beside them.
+        scale: the colour bar of all maps, as SVG.
     """
 
     key: str
@@ -72,6 +74,20 @@ class Figure:
     numbers: Table | None = None
     columns: int = 1
     maps: bool = False
+    scale: str = ""
+
+    @property
+    def groups(self) -> list[tuple[int | None, list[Panel]]]:
+        """The panels of each run, in the order of the runs."""
+        found: dict[int | None, list[Panel]] = {}
+        for panel in self.panels:
+            found.setdefault(panel.run, []).append(panel)
+        return list(found.items())
+
+    @property
+    def narrow(self) -> bool:
+        """Whether two such figures stand side by side on a wide screen."""
+        return bool(self.panels) and self.columns == 1 and not self.maps
 
 
 @dataclass(frozen=True)
@@ -114,13 +130,41 @@ class Section:
 
     def __bool__(self) -> bool:
         """Whether there is anything to show."""
-        return bool(self.figures or self.tables or self.pictures)
+        return bool(self.figures or self.tables or self.pictures or self.words)
 
     @property
-    def alone(self) -> Figure | None:
-        """The narrow figure that has no neighbour."""
-        narrow = [figure for figure in self.figures if figure.columns == 1 and not figure.maps]
-        return narrow[-1] if len(narrow) % 2 else None
+    def unpaired(self) -> frozenset[str]:
+        """Keys of the narrow figures that have no narrow one beside them."""
+        found: list[str] = []
+        waiting = False  # whether the last one is a narrow figure that needs a neighbour
+        for figure in self.figures:
+            if figure.narrow and not waiting:
+                found.append(figure.key)
+            elif figure.narrow:
+                found.pop()
+            waiting = figure.narrow and not waiting
+        return frozenset(found)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the measurements of a run say.
+
+    Attributes:
+        run: its number.
+        headline: one sentence.
+        reasons: a sentence each.
+        next_step: a command or a line of Python.
+        sites: norms after which insert_ce_ would put CE.
+        with_ce: layers that have CE already.
+    """
+
+    run: int
+    headline: str
+    reasons: tuple[str, ...] = ()
+    next_step: str | None = None
+    sites: tuple[str, ...] = ()
+    with_ce: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -134,4 +178,5 @@ class Page:
     sections: tuple[Section, ...]
     lead: tuple[str, ...] = ()  # paragraphs under the title
     notes: tuple[str, ...] = ()  # what to know before any number
+    verdicts: tuple[Verdict, ...] = ()
     kind: str = "cenet report"

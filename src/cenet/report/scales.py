@@ -20,6 +20,7 @@ class Axis:
         kind: number or percent.
         log: logarithmic; low and high are then above 0.
         whole: only whole numbers are written.
+        names: of the places 1, 2, …, to be written instead of numbers.
     """
 
     title: str
@@ -28,6 +29,7 @@ class Axis:
     kind: Kind = "number"
     log: bool = False
     whole: bool = False
+    names: tuple[str, ...] = ()
 
     def place(self, value: float) -> float:
         """Where a value lies, 0 at the low end and 1 at the high one; beyond them, at the end."""

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 from base64 import b64encode
 from datetime import datetime, timezone
 from hashlib import sha256
@@ -94,9 +95,11 @@ def _files(figure: Figure) -> list[tuple[str, str]]:
     for number, panel in enumerate(figure.panels, start=1):
         name = figure.key if len(figure.panels) == 1 else f"{figure.key}-{number}"
         found.append((f"{name}.svg", standalone(panel.svg)))
+    if figure.scale:
+        found.append((f"{figure.key}-scale.svg", standalone(figure.scale)))
     return found
 
 
 def _breakable(name: str) -> Markup:
-    """A name that may go on in the next line after an underscore."""
-    return Markup("_<wbr>").join(name.split("_"))
+    """A name that may go on in the next line after an underscore or a hyphen."""
+    return Markup("<wbr>").join(re.split(r"(?<=[_-])(?=\w)", name))

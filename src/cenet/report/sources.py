@@ -1,4 +1,4 @@
-"""Reading what a page is made from: folders of `cenet train`, files of `cenet diagnose`."""
+"""Reading the folders of `cenet train` and the files of `cenet diagnose`."""
 
 import csv
 import json
@@ -8,15 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cenet.analysis.diagnosis import Diagnosis
-from cenet.report.shape import first_mismatch, first_problem
+from cenet.analysis.diagnosis import FORMAT, Diagnosis, Layer
+from cenet.report.shape import first_large, first_mismatch, first_problem
 from cenet.train.logbook import CHANNELS, METRICS, read_metrics
 
 RUN = "run.json"
 DIAGNOSIS = "diagnosis.json"
-FORMAT = "cenet.diagnosis"
-VERSION = 1
-WATCHED = ("inhibited_ratio", "correlation")
+AGAIN = "write it again with `cenet diagnose`"
+WATCHED = ("dormant_ratio", "participation_share", "correlation")
 MOST = 8  # colours that can be told apart
 ROW = {"epoch": int} | {
     f"{part}_{name}?": float for part in ("train", "test") for name in ("loss", "top1")
@@ -32,7 +31,7 @@ class Source:
         recipe: of run.json.
         environment: of run.json, or of the diagnosis.
         metrics: a row per epoch.
-        diagnosis: by the contract of `cenet diagnose`.
+        diagnosis: what `cenet diagnose` has measured.
         watched: a row per update and layer, of `cenet train --monitor-every`.
     """
 
@@ -40,17 +39,13 @@ class Source:
     recipe: dict[str, Any] | None = None
     environment: dict[str, Any] | None = None
     metrics: tuple[dict[str, Any], ...] = ()
-    diagnosis: dict[str, Any] | None = None
+    diagnosis: Diagnosis | None = None
     watched: tuple[dict[str, Any], ...] = ()
 
     @property
-    def layers(self) -> list[dict[str, Any]]:
+    def layers(self) -> tuple[Layer, ...]:
         """The layers that were measured."""
-        return [] if self.diagnosis is None else list(self.diagnosis["layers"])
-
-    def part(self, name: str) -> Any:
-        """A part of the diagnosis; None if it is not there."""
-        return None if self.diagnosis is None else self.diagnosis.get(name)
+        return () if self.diagnosis is None else self.diagnosis.layers
 
 
 def read_sources(given: Sequence[Path | Diagnosis]) -> list[Source]:
@@ -74,23 +69,22 @@ def read_sources(given: Sequence[Path | Diagnosis]) -> list[Source]:
     return [_read(one, name) for one, name in zip(given, names, strict=True)]
 
 
-def from_diagnosis(content: dict[str, Any], where: str = "the diagnosis") -> Source:
-    """A source that is a diagnosis alone, named after its model; ValueError if it is not one."""
-    checked = _checked(_plain(content), where)
-    return Source(checked["model"]["name"], None, checked.get("environment"), (), checked)
+def from_diagnosis(diagnosis: Diagnosis) -> Source:
+    """A source that is a diagnosis alone, named after its model; ValueError if it is damaged."""
+    found = _checked(_plain(diagnosis.as_dict()), "the diagnosis")
+    return _alone(found, found.model.name)
 
 
-def read_diagnosis(path: Path) -> dict[str, Any]:
+def read_diagnosis(path: Path) -> Diagnosis:
     """The content of a diagnosis.json; ValueError if it is damaged or of another version."""
     return _checked(_json(path, "`cenet diagnose`"), str(path))
 
 
 def _read(path: Path | Diagnosis, name: str) -> Source:
     if isinstance(path, Diagnosis):
-        return replace(from_diagnosis(path.as_dict()), name=name)
+        return replace(from_diagnosis(path), name=name)
     if path.is_file():
-        found = read_diagnosis(path)
-        return Source(name, None, found.get("environment"), (), found)
+        return _alone(read_diagnosis(path), name)
     if not path.is_dir():
         raise ValueError(f"{path} does not exist; give a folder of `cenet train` or a {DIAGNOSIS}")
     measured = path / DIAGNOSIS
@@ -101,7 +95,7 @@ def _read(path: Path | Diagnosis, name: str) -> Source:
                 f"{path} holds neither {RUN} of `cenet train` nor {DIAGNOSIS} of "
                 "`cenet diagnose`; give the folder of a run"
             )
-        return Source(name, None, diagnosis.get("environment"), (), diagnosis)
+        return _alone(diagnosis, name)
     trained = read_training(path, name)
     if not trained.metrics and diagnosis is None:
         raise ValueError(
@@ -109,6 +103,10 @@ def _read(path: Path | Diagnosis, name: str) -> Source:
             "wait for the first epoch, or measure with `cenet diagnose`"
         )
     return replace(trained, diagnosis=diagnosis, watched=_watched(path / CHANNELS))
+
+
+def _alone(diagnosis: Diagnosis, name: str) -> Source:
+    return Source(name, environment=diagnosis.environment, diagnosis=diagnosis)
 
 
 def read_training(
@@ -154,7 +152,7 @@ def _watched(path: Path) -> tuple[dict[str, Any], ...]:
     try:
         with path.open(newline="") as file:
             for row in csv.DictReader(file, restval=""):
-                numbers = {name: float(row[name]) if row[name] else None for name in WATCHED}
+                numbers = {n: float(row[n]) if row.get(n) else None for n in WATCHED}
                 rows.append(
                     {"step": int(row["step"]), "layer": printable(row["layer"]), **_plain(numbers)}
                 )
@@ -175,19 +173,21 @@ def _json(path: Path, author: str) -> dict[str, Any]:
     return found
 
 
-def _checked(found: dict[str, Any], where: str) -> dict[str, Any]:
-    if found.get("format") != FORMAT:
+def _checked(content: dict[str, Any], where: str) -> Diagnosis:
+    if content.get("format") != FORMAT:
         raise ValueError(
-            f"{where} is not a diagnosis: its format is {found.get('format')!r}, not {FORMAT!r}"
+            f"{where} is not a diagnosis: its format is {content.get('format')!r}, not {FORMAT!r}"
         )
-    if found.get("version") != VERSION:
-        raise ValueError(
-            f"{where} has version {found.get('version')!r} and this cenet reads {VERSION}; "
-            "write it again with `cenet diagnose`"
-        )
-    wrong = first_problem(found) or first_mismatch(found)
+    large = first_large(content)
+    if large:
+        raise ValueError(f"{where} is damaged: {large}; {AGAIN}")
+    try:
+        found = Diagnosis.from_dict(content)
+    except ValueError as error:
+        raise ValueError(f"{where} cannot be read: {error}; {AGAIN}") from error
+    wrong = first_mismatch(found)
     if wrong:
-        raise ValueError(f"{where} is damaged: {wrong}; write it again with `cenet diagnose`")
+        raise ValueError(f"{where} is damaged: {wrong}; {AGAIN}")
     return found
 
 

@@ -27,11 +27,22 @@ def put_picture(
 
 
 def put_text(
-    root: Tree.Element, x: float, y: float, text: str, anchor: str = "start", of: str = ""
-) -> None:
-    """Text on a line; `of` is its class."""
+    root: Tree.Element,
+    x: float,
+    y: float,
+    text: str,
+    anchor: str = "start",
+    of: str = "",
+    *,
+    turn: str = "",
+) -> Tree.Element:
+    """Text on a line; `of` is its class, `turn` how it is moved and rotated."""
     place = {"x": f"{x:g}", "y": f"{y:g}", "text-anchor": anchor}
-    Tree.SubElement(root, "text", place | ({"class": of} if of else {})).text = text
+    place |= {"class": of} if of else {}
+    place |= {"transform": turn} if turn else {}
+    element = Tree.SubElement(root, "text", place)
+    element.text = text
+    return element
 
 
 def as_text(root: Tree.Element) -> str:

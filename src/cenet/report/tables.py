@@ -1,23 +1,47 @@
-"""Tables: the headline, the layers, recipe, environment and skipped files."""
+"""Verdicts, the headline table, the layers, recipe, environment, skipped files and pictures."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from pathlib import PurePath
 from typing import Any
 
-from cenet.report.channels import ablation_area
-from cenet.report.layers import mean_correlation, mean_lambda
-from cenet.report.parts import Cell, Column, Fact, Kind, Picture, Section, Table
+from cenet.analysis.channels import DORMANT, DORMANT_STRICT
+from cenet.analysis.diagnosis import Layer
+from cenet.report.layers import (
+    mean_correlation,
+    mean_lambda,
+    mean_participation,
+    participation_share,
+)
+from cenet.report.parts import Cell, Column, Fact, Kind, Picture, Section, Table, Verdict
 from cenet.report.sources import Source
 from cenet.report.words import MISSING, NARROW, short, show
 
 PICTURES = 8  # of each run
 SMALLEST = 32  # side of an image in which Grad-CAM shows something
-RANDOM = "The weights are random: no checkpoint was given."
-UNNAMED = "No checkpoint was given: unless the network was trained before, its weights are random."
+LONGEST = 14  # letters of a checkpoint
 SKIPPED = "These files could not be read as images and are not in any number above."
+LAYERS = (
+    "Channels are counted. Rare: they fire in less than 1 % of the images. Dimensions: "
+    "participation ratio as a share of the channels. Corr.: mean absolute correlation of two "
+    "channels. CE: in place, or a site where insert_ce_ would put it by default."
+)
 DIFFER = "Rows that differ between runs come first and are marked."
 
 Better = Callable[[list[float]], float]
+
+
+def verdicts(sources: Sequence[Source]) -> tuple[Verdict, ...]:
+    """What each diagnosis says, and where CE is or would be put."""
+    found = []
+    for run, source in enumerate(sources):
+        if source.diagnosis is None:
+            continue
+        said, layers = source.diagnosis.verdict, source.layers
+        taken = {layer.norm for layer in layers if layer.has_ce}
+        sites = tuple(site for site in source.diagnosis.sites if site not in taken)
+        with_ce = tuple(layer.name for layer in layers if layer.has_ce)
+        found.append(Verdict(run, said.headline, said.reasons, said.next_step, sites, with_ce))
+    return tuple(found)
 
 
 def facts(sources: Sequence[Source]) -> tuple[Fact, ...]:
@@ -30,49 +54,51 @@ def facts(sources: Sequence[Source]) -> tuple[Fact, ...]:
         _fact("top-1", "on the images measured", sources, _accuracy("top1"), "percent", max),
         _fact("top-5", "on the images measured", sources, _accuracy("top5"), "percent", max),
         _fact(
-            "inhibited, first six layers", "mean share of channels that hardly respond", sources,
-            lambda s: s.part("first_six"), "percent", min,
+            "dormant channels", f"activity at most {DORMANT:g} of the layer's mean", sources,
+            _share(lambda layer: layer.dormant), "percent",
         ),
-        _fact("inhibited, all layers", "share of all channels", sources, inhibited, "percent", min),
+        _fact(
+            "dormant, strictly", f"activity at most {DORMANT_STRICT:g}", sources,
+            _share(lambda layer: layer.dormant_strict), "percent",
+        ),
+        _fact(
+            f"fire in < 1{NARROW}% of images", "positive at one pixel or more", sources,
+            _share(lambda layer: layer.rare), "percent",
+        ),
+        _fact(
+            "prunable", "contribute next to nothing", sources,
+            _share(lambda layer: layer.prunable), "percent",
+        ),
+        _fact(
+            "duplicates", "repeat another channel", sources,
+            _share(lambda layer: layer.duplicates), "percent",
+        ),
+        _fact(
+            "saturated", "active, but stuck at one value", sources,
+            _share(lambda layer: layer.saturated), "percent",
+        ),
+        _fact(
+            "participation ratio", "effective dimensions, share of the channels, mean of layers",
+            sources, mean_participation, "percent",
+        ),
         _fact(
             "mean correlation", "absolute, between channels, over layers", sources,
-            mean_correlation, "number", min,
+            mean_correlation, "number",
         ),
-        _fact("mean λ", "1: decorrelation, 0: reweighting", sources, mean_lambda, "number", None),
-        _fact("layers with CE", "of all layers measured", sources, _with_ce, "number", None),
-        _fact(
-            "ablation area", "mean top-1 while channels are set to zero", sources,
-            lambda s: ablation_area(s.part("ablation")),
-            "percent", max,
-        ),
-        _fact(
-            "Gini of importance", "0: all channels matter the same, or none does alone", sources,
-            lambda s: (s.part("importance") or {}).get("gini"), "number", None,
-        ),
-        _fact(
-            "parameters", "of the network, in millions", sources, _millions, "number", None,
-        ),
+        _fact("mean λ", "1: decorrelation, 0: reweighting", sources, mean_lambda, "number"),
+        _fact("layers with CE", "of all layers measured", sources, _with_ce, "number"),
+        _fact("million parameters", "of the network", sources, _millions, "number"),
         _weights(sources),
+        _fact(
+            "inhibited, first six layers (the paper's figure)",
+            "depends on the scale of the layers", sources,
+            lambda s: s.diagnosis.first_six if s.diagnosis else None, "percent",
+        ),
     ]  # fmt: skip
     trained, measured = rows[0], rows[1]
     if trained is not None and measured is not None and trained.values == measured.values:
         rows[0] = None  # the same images, said once
     return tuple(row for row in rows if row is not None)
-
-
-def notes(sources: Sequence[Source]) -> tuple[str, ...]:
-    """What a reader must know before any number: whose weights are random."""
-    said = {"random": RANDOM, "not named": UNNAMED}
-    found = [(source.name, said.get(_checkpoint(source))) for source in sources]
-    return tuple(
-        f"{name}: {words}" if len(sources) > 1 else words for name, words in found if words
-    )
-
-
-def inhibited(source: Source) -> float | None:
-    """Share of all channels of all layers that are inhibited."""
-    channels = sum(layer["channels"] for layer in source.layers)
-    return sum(len(layer["asleep"]) for layer in source.layers) / channels if channels else None
 
 
 def differing(sources: Sequence[Source], part: str) -> Section:
@@ -94,17 +120,18 @@ def differing(sources: Sequence[Source], part: str) -> Section:
     return Section(part, part.capitalize(), tables=(table,), words=DIFFER if apart else "")
 
 
-def layer_tables(sources: Sequence[Source]) -> tuple[Table, ...]:
-    """Everything that was measured of each layer, a table per run."""
-    return tuple(_layers(source) for source in sources if source.layers)
+def layers(sources: Sequence[Source]) -> Section:
+    """What was measured of each layer, a table per run."""
+    found = tuple(_layers(source) for source in sources if source.layers)
+    return Section("layers", "Layers", tables=found, words=LAYERS if found else "")
 
 
 def skipped(sources: Sequence[Source]) -> Section:
     """Files that could not be read as images."""
     rows = [
-        (source.name, item["path"], item["reason"])
+        (source.name, item.path, item.reason)
         for source in sources
-        for item in (source.part("data") or {}).get("skipped") or []
+        for item in (source.diagnosis.data.skipped if source.diagnosis else ())
     ]
     table = Table((Column("run"), Column("file"), Column("reason")), tuple(rows))
     return Section(
@@ -113,19 +140,26 @@ def skipped(sources: Sequence[Source]) -> Section:
 
 
 def pictures(sources: Sequence[Source]) -> tuple[Picture, ...]:
-    """The first Grad-CAMs of each run, unless its images are too small to look at."""
+    """The first Grad-CAMs of each trained run, unless its images are too small to look at."""
     found = []
     for run, source in enumerate(sources):
-        if min((source.part("data") or {}).get("size") or [SMALLEST]) < SMALLEST:
+        of = source.diagnosis
+        if of is None or of.model.untrained or min(of.data.size) < SMALLEST:
             continue
-        for item in (source.part("gradcam") or [])[:PICTURES]:
-            words = f"predicted {item['predicted']}"
-            label = item.get("label")
-            if label is not None:
-                right = label == item["predicted"]
+        for cam in of.gradcam[:PICTURES]:
+            predicted = _class_name(cam.predicted, of.data.classes)
+            words = f"predicted {predicted}"
+            if cam.label is not None:
+                label = _class_name(cam.label, of.data.classes)
+                right = cam.label == cam.predicted
                 words = f"{label}, recognised" if right else f"{label}, {words}"
-            found.append(Picture(run, item["image"], item["overlay"], words))
+            found.append(Picture(run, cam.image, cam.overlay, words))
     return tuple(found)
+
+
+def _class_name(name: str, classes: Sequence[str] | None) -> str:
+    """The name of a class; one that is known by its number alone is called so."""
+    return f"class {name}" if name.isdecimal() and name not in (classes or ()) else name
 
 
 def _fact(
@@ -134,7 +168,7 @@ def _fact(
     sources: Sequence[Source],
     measure: Callable[[Source], float | None],
     kind: Kind,
-    better: Better | None,
+    better: Better | None = None,
 ) -> Fact | None:
     values = [measure(source) for source in sources]
     known = [value for value in values if value is not None]
@@ -155,35 +189,43 @@ def _last(source: Source, name: str) -> float | None:
 
 
 def _accuracy(name: str) -> Callable[[Source], float | None]:
-    return lambda source: (source.part("accuracy") or {}).get(name)
+    def measure(source: Source) -> float | None:
+        found = source.diagnosis.accuracy if source.diagnosis else None
+        return None if found is None else getattr(found, name)
+
+    return measure
+
+
+def _share(channels: Callable[[Layer], Sized]) -> Callable[[Source], float | None]:
+    """Share of the channels of all layers."""
+
+    def measure(source: Source) -> float | None:
+        total = sum(layer.channels for layer in source.layers)
+        return sum(len(channels(layer)) for layer in source.layers) / total if total else None
+
+    return measure
 
 
 def _millions(source: Source) -> float | None:
-    parameters = (source.part("model") or {}).get("parameters")
-    return None if parameters is None else parameters / 1e6
+    return None if source.diagnosis is None else source.diagnosis.model.parameters / 1e6
 
 
 def _weights(sources: Sequence[Source]) -> Fact | None:
     """Where the weights that were measured come from."""
-    found = [source.part("model") for source in sources]
-    if not any(found):
+    if not any(source.diagnosis for source in sources):
         return None
-    values = tuple(_checkpoint(source) for source in sources)
-    return Fact("checkpoint", "the weights that were measured", values)
+    return Fact("checkpoint", "the weights that were measured", tuple(map(_checkpoint, sources)))
 
 
 def _checkpoint(source: Source) -> str:
-    model = source.part("model")
-    if model is not None and model.get("checkpoint") is not None:
-        return short(PurePath(model["checkpoint"]).name)
-    if model is None or source.recipe is not None:
+    """The name of its file without the folder and the ending, short enough for a phone."""
+    if source.diagnosis is None or source.diagnosis.model.checkpoint is None:
         return MISSING
-    # without a folder it was measured from Python, where a network may come trained
-    return "not named" if (source.part("data") or {}).get("folder") is None else "random"
+    return short(PurePath(source.diagnosis.model.checkpoint).stem, LONGEST)
 
 
 def _with_ce(source: Source) -> int | None:
-    return sum(bool(layer.get("has_ce")) for layer in source.layers) if source.layers else None
+    return sum(layer.has_ce for layer in source.layers) if source.layers else None
 
 
 def _plain(value: Any) -> str | None:
@@ -195,23 +237,22 @@ def _plain(value: Any) -> str | None:
 def _layers(source: Source) -> Table:
     heads: tuple[tuple[str, Kind], ...] = (
         ("#", "number"), ("layer", "text"), ("norm", "text"), ("channels", "number"),
-        ("size", "text"), ("inhibited", "percent"), ("|correlation|", "number"),
-        ("mean γ", "number"), ("|γ| < 0.01", "percent"), ("mean β", "number"),
-        ("β ≤ 0", "percent"), ("CE", "text"), ("λ", "number"),
+        ("size", "text"), ("dormant", "number"), ("rare", "number"), ("saturated", "number"),
+        ("duplicates", "number"), ("prunable", "number"), ("dimensions", "percent"),
+        ("corr.", "number"), ("|γ| < 0.01", "percent"), ("CE", "text"), ("λ", "number"),
+        ("inhibited", "number"),
     )  # fmt: skip
-    rows = []
-    for number, layer in enumerate(source.layers, start=1):
-        gamma, beta = layer.get("gamma") or {}, layer.get("beta") or {}
-        size = (
-            f"{layer['height']}{NARROW}×{NARROW}{layer['width']}" if layer.get("height") else None
-        )
-        place = "yes" if layer.get("has_ce") else "default site" if layer.get("ce_site") else None
-        rows.append(
-            (
-                number, layer["name"], layer.get("norm"), layer["channels"], size,
-                layer["inhibited_ratio"], layer.get("correlation"), gamma.get("mean"),
-                gamma.get("abs_below_1e-2"), beta.get("mean"), beta.get("share_nonpositive"),
-                place, layer.get("lambda"),
-            )
-        )  # fmt: skip
+    rows = [_layer(number, layer) for number, layer in enumerate(source.layers, start=1)]
     return Table(tuple(Column(name, kind) for name, kind in heads), tuple(rows), source.name)
+
+
+def _layer(number: int, layer: Layer) -> tuple[Cell, ...]:
+    return (
+        number, layer.name, layer.norm, layer.channels,
+        f"{layer.height}{NARROW}×{NARROW}{layer.width}", len(layer.dormant), len(layer.rare),
+        len(layer.saturated), len(layer.duplicates), len(layer.prunable),
+        participation_share(layer), layer.correlation,
+        None if layer.gamma is None else layer.gamma.share_small,
+        "in place" if layer.has_ce else "site" if layer.ce_site else None, layer.mix,
+        len(layer.inhibited),
+    )  # fmt: skip

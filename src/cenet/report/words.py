@@ -1,5 +1,6 @@
 """Numbers in words: how a value is written, and sentences that compare runs."""
 
+import re
 from collections.abc import Mapping
 
 from cenet.report.parts import Cell, Kind
@@ -59,3 +60,17 @@ def short(name: str, length: int = LONGEST) -> str:
         return name
     head = (length - 1) // 2
     return f"{name[:head]}…{name[len(name) - (length - 1 - head) :]}"
+
+
+def abbreviate(name: str, length: int) -> str:
+    """A dotted name that fits: its words are cut to their first letters, from the left.
+
+    >>> abbreviate("stages.2.blocks.10.act1", 14)
+    's.2.b.10.act1'
+    """
+    parts = name.split(".")
+    for index in range(len(parts)):
+        if len(".".join(parts)) <= length:
+            break
+        parts[index] = re.sub(r"[^\W\d]+", lambda word: word[0][0], parts[index])
+    return short(".".join(parts), length)

@@ -1,8 +1,7 @@
-"""The page of runs and diagnoses: everything that can be said about them."""
+"""The page of runs and diagnoses."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import cenet.report.channels as channels
 import cenet.report.layers as layers
@@ -48,48 +47,48 @@ def write_page(
     return save_page(build_page(found, title=title, lead=lead), target)
 
 
-def write_diagnosis_page(
-    diagnosis: Diagnosis | Mapping[str, Any] | Path | str, out_path: Path | str
-) -> Path:
-    """Write a page from one diagnosis: itself, its content, or the path of its file or folder.
+def write_diagnosis_page(diagnosis: Diagnosis | Path | str, out_path: Path | str) -> Path:
+    """Write the page of one diagnosis: itself, or the path of its file or folder.
 
     Raises:
         ValueError: as `write_page`.
     """
     target = page_path(out_path)
-    if isinstance(diagnosis, Diagnosis):
-        source = from_diagnosis(diagnosis.as_dict())
-    elif isinstance(diagnosis, Mapping):
-        source = from_diagnosis(dict(diagnosis))
-    else:
+    if not isinstance(diagnosis, Diagnosis):
         path = Path(diagnosis)
-        source = from_diagnosis(read_diagnosis(path / DIAGNOSIS if path.is_dir() else path))
-    return save_page(build_page([source]), target)
+        diagnosis = read_diagnosis(path / DIAGNOSIS if path.is_dir() else path)
+    return save_page(build_page([from_diagnosis(diagnosis)], kind="cenet diagnose"), target)
 
 
 def build_page(
-    sources: Sequence[Source], *, title: str | None = None, lead: Sequence[str] = ()
+    sources: Sequence[Source],
+    *,
+    title: str | None = None,
+    lead: Sequence[str] = (),
+    kind: str = "cenet report",
 ) -> Page:
     """Everything that can be said about the sources; sections without numbers are left out."""
     drawn = [
         ("channels", "What channels do", (
-            layers.inhibited_figure, channels.strength_figure, layers.gamma_figure,
-            layers.correlation_figure, channels.matrix_figure,
+            layers.dormant_figure, channels.activity_figure, layers.participation_figure,
+            layers.correlation_figure, channels.contribution_figure, layers.gamma_figure,
+            channels.matrix_figure, layers.inhibited_figure,
         )),
         ("ablation", "What can be lost", (channels.ablation_figure, channels.importance_figure)),
         ("equilibrium", "Inside CE", (layers.lambda_figure, layers.spectrum_figure)),
         ("maps", "Where layers respond", (channels.map_figure,)),
     ]  # fmt: skip
+    said = {"ablation": channels.removal_words(sources)}
     sections = [Section("training", "Training", tuple(training_figures(sources)))]
     sections.append(Section("watched", "While it trained", tuple(watched_figures(sources))))
     for key, heading, makers in drawn:
         figures = (make(sources) for make in makers)
-        sections.append(Section(key, heading, tuple(figure for figure in figures if figure)))
+        shown = tuple(figure for figure in figures if figure)
+        sections.append(Section(key, heading, shown, words=said.get(key, "")))
+    looks = tables.pictures(sources)
     sections += [
-        Section(
-            "gradcam", "Where the network looks", pictures=tables.pictures(sources), words=LOOKS
-        ),
-        Section("layers", "Layers", tables=tables.layer_tables(sources)),
+        Section("gradcam", "Where the network looks", pictures=looks, words=LOOKS if looks else ""),
+        tables.layers(sources),
         tables.skipped(sources),
         tables.differing(sources, "recipe"),
         tables.differing(sources, "environment"),
@@ -103,7 +102,8 @@ def build_page(
         tables.facts(sources),
         tuple(section for section in sections if section),
         tuple(printable(paragraph) for paragraph in lead),
-        tables.notes(sources),
+        verdicts=tables.verdicts(sources),
+        kind=kind,
     )
 
 
@@ -112,14 +112,13 @@ LOOKS = "Grad-CAM: where the colour is strong, the image speaks for the predicte
 
 def _about(source: Source) -> str:
     """What it is, how long it was trained and on how many images it was measured."""
-    data, model = source.part("data") or {}, source.part("model")
-    said = []
+    said, found = [], source.diagnosis
     if source.recipe:
         said.append(f"{source.recipe.get('network')} ({source.recipe.get('block')})")
-    elif model:
-        said.append(str(model["name"]))
+    elif found:
+        said.append(found.model.name)
     if source.metrics:
         said.append(f"{count(len(source.metrics), 'epoch')} of training")
-    if data.get("images"):
-        said.append(f"measured on {count(data['images'], 'image')}")
+    if found:
+        said.append(f"measured on {count(found.data.images, 'image')}")
     return ", ".join(said)

@@ -1,0 +1,84 @@
+"""The demo: what it prints, and that its headline does not depend on the scale of a network."""
+
+import copy
+import json
+
+import pytest
+import torch
+
+from cenet.analysis.command import examine_network
+from cenet.analysis.subjects import find_examinee
+from cenet.demo import MEASURES, PAPER, RESCALED, headline, rescale_, run_demo
+
+pytest.importorskip("sklearn")
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """One seed, one epoch: the runs, and their folder."""
+    folder = tmp_path_factory.mktemp("demo")
+    return run_demo(folder, epochs=1, seeds=1), folder
+
+
+def test_the_comparison_and_the_page(demo, capsys):
+    found, folder = demo
+    assert set(found) == {"BN", "BN+CE", RESCALED}
+    # finished runs are read: their seconds are the same
+    before = (folder / "BN-seed0" / "metrics.jsonl").read_text()
+    assert run_demo(folder, epochs=1, seeds=1) == found
+    assert (folder / "BN-seed0" / "metrics.jsonl").read_text() == before
+    text = capsys.readouterr().out
+    for row in ("BN", "BN+CE"):
+        ((metrics, diagnosis),) = found[row]
+        accuracy = json.loads((folder / f"{row}-seed0" / "metrics.jsonl").read_text())["test_top1"]
+        assert diagnosis.accuracy.top1 == metrics[0]["test_top1"] == pytest.approx(accuracy)
+        assert {layer.has_ce for layer in diagnosis.layers} == {row == "BN+CE"}
+        assert f"{accuracy:.1%} to {accuracy:.1%}" in text
+    page = (folder / "report.html").read_text()
+    assert "BN+CE-seed0" in page
+    assert "The measures above do not move." in page
+
+
+def test_the_headline_does_not_move_with_the_scale_of_a_network(demo, tmp_path):
+    found, folder = demo
+    examinee = find_examinee(str(folder / "BN-seed0"))
+    rescale_(examinee.network, 10.0)
+    scaled, _ = examine_network(examinee, None, tmp_path, device="cpu")
+    (run,) = found["BN"]
+    again = run._replace(diagnosis=scaled)
+    assert headline({**found, "BN": [again]}) == headline(found)
+    assert torch.tensor(scaled.layers[0].mean_abs).sum() > 5 * sum(run.diagnosis.layers[0].mean_abs)
+
+
+def test_only_the_papers_figure_moves_in_the_rescaled_column(demo):
+    found, _ = demo
+    for measure in MEASURES:
+        before, after = (measure.value(found[row][0]) for row in ("BN", RESCALED))
+        assert after == pytest.approx(before, rel=1e-5, abs=3e-3), measure.title
+    assert PAPER.value(found["BN"][0]) < 0.1
+    assert PAPER.value(found[RESCALED][0]) > 0.9
+
+
+def test_rescaling_leaves_the_function(demo):
+    _, folder = demo
+    network = find_examinee(str(folder / "BN-seed0")).network.eval().double()
+    twin = copy.deepcopy(network)
+    rescale_(twin, 0.01)
+    x = torch.randn(4, 1, 8, 8, dtype=torch.float64)
+    with torch.no_grad():
+        assert torch.allclose(network(x), twin(x), rtol=1e-9, atol=1e-9)
+
+
+def test_what_seeds_cannot_tell_apart_is_said_so(demo):
+    found, _ = demo
+    lines = "\n".join(headline(found))
+    assert "CE changed" not in lines  # one seed shows nothing
+    assert "One seed: test accuracy" in lines
+    twice = {row: runs * 2 for row, runs in found.items()}
+    dimensions = next(m for m in MEASURES if m.title == "dimensions per channel")
+    values = [dimensions.value(found[row][0]) for row in ("BN", "BN+CE")]
+    assert values[1] > values[0]
+    changed = next(line for line in headline(twice) if line.startswith("CE changed"))
+    assert f"dimensions per channel {values[0]:.1%} → {values[1]:.1%}" in changed
+    same = next(line for line in headline(twice) if line.startswith("No clear difference"))
+    assert "channels that fire in < 1 % of images 0.0%" in same
