@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from cenet.analysis.command import FILE, examine
+from cenet.analysis.command import FILE
 from cenet.analysis.diagnosis import Diagnosis, Layer
 from cenet.train.logbook import METRICS, read_metrics
 from cenet.train.weights import WEIGHTS
@@ -30,6 +30,9 @@ COUNTED = (
     "dormant", "dormant_strict", "rare", "saturated", "duplicates", "prunable", "inhibited",
 )  # fmt: skip
 KEY = ("recipe", "seed", "changes")
+
+
+Run = tuple[str, int]  # recipe and seed
 
 
 def main() -> None:
@@ -45,22 +48,44 @@ def main() -> None:
         if (recipe, str(seed), " ".join(arguments.change)) not in known
     ]
     end = time.monotonic() + 60 * arguments.minutes
-    running: dict[tuple[str, int], subprocess.Popen[bytes]] = {}
-    while (todo or running) and time.monotonic() < end:
-        while todo and len(running) < arguments.jobs:
+    training: dict[Run, subprocess.Popen[bytes]] = {}
+    measuring: dict[Run, subprocess.Popen[bytes]] = {}
+    failed: list[Run] = []
+    while (todo or training or measuring) and time.monotonic() < end:
+        while todo and len(training) < arguments.jobs:
             run = todo.pop(0)
-            running[run] = start(arguments, *run)
+            training[run] = train(arguments, *run)
         time.sleep(0.5)
-        for run, process in list(running.items()):
-            if process.poll() is not None:
-                del running[run]
-                finish(arguments, table, *run)
-    for process in running.values():
+        for run in ended(training):
+            if (folder_of(arguments, *run) / WEIGHTS).is_file():
+                measuring[run] = diagnose(arguments, *run)
+            else:
+                failed.append(run)
+        for run in ended(measuring):
+            if (folder_of(arguments, *run) / FILE).is_file():
+                write_rows(arguments, table, *run)
+            else:
+                failed.append(run)
+    for process in (*training.values(), *measuring.values()):
         process.send_signal(signal.SIGTERM)
-    for process in running.values():
+    for process in (*training.values(), *measuring.values()):
         process.wait()
-    left = [f"{recipe} seed {seed}" for recipe, seed in (*running, *todo)]
-    print(f"not finished: {', '.join(left)}" if left else "all runs are finished")
+    for recipe, seed in failed:
+        folder = folder_of(arguments, recipe, seed)
+        print(f"{folder.name} failed; see {folder.with_suffix('.log')}")
+    left = [f"{recipe} seed {seed}" for recipe, seed in (*measuring, *training, *todo)]
+    if left:
+        print(f"not finished: {', '.join(left)}; the same command goes on")
+    if failed:
+        sys.exit(1)
+
+
+def ended(running: "dict[Run, subprocess.Popen[bytes]]") -> list[Run]:
+    """Runs whose process has ended; they are taken out."""
+    found = [run for run, process in running.items() if process.poll() is not None]
+    for run in found:
+        del running[run]
+    return found
 
 
 def parse() -> argparse.Namespace:
@@ -87,30 +112,38 @@ def folder_of(arguments: argparse.Namespace, recipe: str, seed: int) -> Path:
     return arguments.runs / "-".join([recipe, *arguments.change, f"seed{seed}"])
 
 
-def start(arguments: argparse.Namespace, recipe: str, seed: int) -> "subprocess.Popen[bytes]":
-    """Train in a process of its own, with its output in a file."""
-    folder = folder_of(arguments, recipe, seed)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "cenet", "train", recipe, "--seed", str(seed)]
-    command += ["--out", str(folder), "--resume", "auto"]
-    command += [] if arguments.data is None else ["--data", str(arguments.data)]
+def train(arguments: argparse.Namespace, recipe: str, seed: int) -> "subprocess.Popen[bytes]":
+    """`cenet train` in a process of its own."""
+    command = ["train", recipe, "--seed", str(seed), "--resume", "auto"]
+    command += ["--out", str(folder_of(arguments, recipe, seed))]
     for setting in (*arguments.change, *arguments.options):
         name, value = setting.split("=")
         command += [f"--{name.replace('_', '-')}", value]
-    print(f"{time.strftime('%X')} {' '.join(command[1:])}", flush=True)
-    log = folder.with_suffix(".log").open("ab")
-    return subprocess.Popen(command, stdout=log, stderr=log)
+    return start(arguments, recipe, seed, command)
 
 
-def finish(arguments: argparse.Namespace, table: Path, recipe: str, seed: int) -> None:
-    """Diagnose a run, and write its rows."""
+def diagnose(arguments: argparse.Namespace, recipe: str, seed: int) -> "subprocess.Popen[bytes]":
+    """`cenet diagnose` of a finished run."""
+    command = ["diagnose", str(folder_of(arguments, recipe, seed)), "--batch", "500"]
+    command += ["--ablation-images", str(arguments.ablation_images)]
+    return start(arguments, recipe, seed, command)
+
+
+def start(
+    arguments: argparse.Namespace, recipe: str, seed: int, command: list[str]
+) -> "subprocess.Popen[bytes]":
+    """A command of cenet, with its output in the log of the run."""
     folder = folder_of(arguments, recipe, seed)
-    if not (folder / WEIGHTS).is_file():
-        print(f"{folder.name} failed; see {folder.with_suffix('.log')}", flush=True)
-        return
-    examine(
-        str(folder), arguments.data, folder, batch=500, ablation_images=arguments.ablation_images
-    )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    command += [] if arguments.data is None else ["--data", str(arguments.data)]
+    print(f"{time.strftime('%X')} cenet {' '.join(command)}", flush=True)
+    with folder.with_suffix(".log").open("ab") as log:
+        return subprocess.Popen([sys.executable, "-m", "cenet", *command], stdout=log, stderr=log)
+
+
+def write_rows(arguments: argparse.Namespace, table: Path, recipe: str, seed: int) -> None:
+    """Write the rows of a run that was diagnosed."""
+    folder = folder_of(arguments, recipe, seed)
     found = Diagnosis.read(folder / FILE)
     metrics = read_metrics(folder / METRICS)
     about = {
@@ -120,7 +153,7 @@ def finish(arguments: argparse.Namespace, table: Path, recipe: str, seed: int) -
         "device": found.environment["device"],
     }  # fmt: skip
     append(table, [about | run_row(found, metrics)])
-    layers = [about | layer_row(found, layer) for layer in found.layers]
+    layers = [about | layer_row(layer) for layer in found.layers]
     append(table.with_name("measures_layers.csv"), layers)
     print(f"{time.strftime('%X')} {folder.name} is finished", flush=True)
 
@@ -152,7 +185,7 @@ def run_row(found: Diagnosis, metrics: list[dict[str, Any]]) -> dict[str, Any]:
     return row
 
 
-def layer_row(found: Diagnosis, layer: Layer) -> dict[str, Any]:
+def layer_row(layer: Layer) -> dict[str, Any]:
     """Numbers of one layer."""
     row: dict[str, Any] = {"layer": layer.name, "channels": layer.channels}
     row |= {name: len(getattr(layer, name)) / layer.channels for name in COUNTED}

@@ -117,6 +117,14 @@ def test_rows_of_csv(tmp_path):
     assert [row["layer"] for row in rows if row["lambda"]] == ["relu#2"] * 4
 
 
+def test_a_table_with_other_columns_is_refused(tmp_path):
+    path = tmp_path / "channels.csv"
+    path.write_text("step,layer,inhibited_ratio,correlation,lambda\n")
+    with pytest.raises(ValueError, match="has the columns step, layer, inhibited_ratio"):
+        Monitor(Tangled(), to=path)
+    assert path.read_text().count("\n") == 1
+
+
 def test_tensorboard(tmp_path):
     tensorboard = pytest.importorskip("torch.utils.tensorboard")
     with tensorboard.SummaryWriter(str(tmp_path)) as writer:

@@ -214,6 +214,13 @@ class _Table:
         if not path.exists() or path.stat().st_size == 0:
             with path.open("w", newline="") as file:
                 csv.writer(file, lineterminator="\n").writerow(FIELDS)
+        with path.open(newline="") as file:
+            columns = next(csv.reader(file), [])
+        if tuple(columns) != FIELDS:
+            raise ValueError(
+                f"{path} has the columns {', '.join(columns)}, not {', '.join(FIELDS)}: it was "
+                "written by something else or by an earlier version; give another file"
+            )
 
     def add(self, step: int, values: Values) -> None:
         with self.path.open("a", newline="") as file:

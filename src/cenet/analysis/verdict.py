@@ -28,8 +28,8 @@ PRUNE = (
     "`diagnosis.prunable`); docs/diagnose.md shows how under \"Pruning\""
 )  # fmt: skip
 MEASURE_CE = (
-    "CE decorrelates the channels of a layer, which raises this number. Whether accuracy rises "
-    "with it has to be measured: train with and without."
+    "CE decorrelates the channels of a layer, which raises this number. Accuracy may rise with it "
+    "or not (docs/results.md): train with and without, and compare."
 )
 
 

@@ -78,10 +78,16 @@ class Logbook:
 
     def _forget_channels(self, updates: int) -> None:
         path = self.folder / CHANNELS
-        if path.is_file():
-            header, *lines = path.read_text().splitlines(keepends=True)
-            kept = [line for line in lines if int(line.partition(",")[0]) < updates]
-            replace_file(path, "".join([header, *kept]).encode())
+        if not path.is_file():
+            return
+        with path.open(newline="") as file:
+            kept = [row for row in csv.DictReader(file) if int(row["step"]) < updates]
+        # an earlier version may have written other columns
+        text = io.StringIO()
+        writer = csv.DictWriter(text, FIELDS, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(kept)
+        replace_file(path, text.getvalue().encode())
 
     def end(self) -> None:
         """Close files."""

@@ -1,0 +1,69 @@
+"""Numbers in the docs are those of the committed rows, and code in the docs runs."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import cenet
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "experiments"))
+results_table = pytest.importorskip("results_table")
+
+
+def test_the_table_of_the_docs_is_that_of_the_rows():
+    lines = results_table.table("vgg16_plain", "vgg16_ce")
+    assert "\n".join(lines) in (ROOT / "docs" / "results.md").read_text()
+
+
+def test_the_readme_quotes_the_table():
+    known = {
+        re.sub(r"[^0-9.±%]", "", cell)
+        for line in results_table.table("vgg16_plain", "vgg16_ce")
+        for cell in line.split("|")
+    }
+    text = (ROOT / "README.md").read_text()
+    table = text[text.index("**Does it help?**") : text.index("CE makes channels less redundant")]
+    quoted = [cell for row in table.splitlines() for cell in row.split("|")[2:4] if "±" in cell]
+    assert len(quoted) == 10
+    for cell in quoted:
+        assert re.sub(r"[^0-9.±%]", "", cell) in known, cell
+
+
+def test_the_difference_is_paired_by_seed():
+    line = next(row for row in results_table.table("vgg16_plain", "vgg16_ce") if "top-1 |" in row)
+    numbers = [float(v) for v in re.findall(r"[-+]?\d+\.\d+", line)]
+    plain, _, ce, _, difference, low, high = numbers
+    assert difference == pytest.approx(ce - plain, abs=0.011)
+    assert (low + high) / 2 == pytest.approx(difference, abs=0.011)
+    assert low < difference < high
+
+
+def test_the_pruning_recipe_of_the_docs_leaves_the_outputs():
+    pytest.importorskip("torch_pruning")
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 20, 3), nn.BatchNorm2d(20), nn.ReLU(),
+        nn.Conv2d(20, 12, 3), nn.BatchNorm2d(12), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 2),
+    )  # fmt: skip
+    x = torch.randn(64, 3, 12, 12)
+    with torch.no_grad():
+        model[1].weight[:6], model[1].bias[:6] = 0, -1
+        model.train()(x)
+    model.eval()
+    loader = [(x, torch.zeros(64, dtype=torch.long))]
+    found = cenet.diagnose(model, loader, ablation_images=0)
+    assert found.prunable == {"2": tuple(range(6))}
+    with torch.no_grad():
+        before = model(x)
+    text = (ROOT / "docs" / "diagnose.md").read_text().split("## Pruning")[1]
+    code = text.split("```python")[1].split("```")[0]
+    exec(code, {"model": model, "loader": loader, "found": found})
+    assert model[0].out_channels == model[3].in_channels == 14
+    with torch.no_grad():
+        assert torch.allclose(model(x), before, atol=1e-5)
