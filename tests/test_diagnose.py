@@ -214,6 +214,19 @@ def test_the_layer_to_ablate():
         cenet.diagnose(model, [batch], layer="bn7")
 
 
+def test_how_many_images_are_ablated():
+    model = Tangled().eval()
+
+    def ablated(count, size, **options):
+        batch = (images(count, size), torch.arange(count) % 4)
+        return cenet.diagnose(model, [batch], **options).ablation.images
+
+    assert ablated(600, 8) == 512
+    assert ablated(20, 8) == 20
+    assert ablated(130, 65) == 128
+    assert ablated(130, 65, ablation_images=3) == 3
+
+
 def test_networks_with_ce():
     model = Tangled().eval()
     cenet.insert_ce_(model, lambda norm, name: name == "bn1")

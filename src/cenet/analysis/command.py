@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from cenet.analysis.diagnosis import Cam, Diagnosis, Images, Skipped, Subject
-from cenet.analysis.examination import ABLATION_IMAGES, diagnose
+from cenet.analysis.examination import diagnose
 from cenet.analysis.images import ImageStream, find_images
 from cenet.analysis.overlays import overlays
 from cenet.analysis.subjects import Examinee, find_examinee, num_outputs
@@ -85,7 +85,7 @@ def examine_network(
     batch: int = 32,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     layer: str | None = None,
-    ablation_images: int = ABLATION_IMAGES,
+    ablation_images: int | None = None,
 ) -> tuple[Diagnosis, list[str]]:
     """Examine a network that is at hand; as `examine`."""
     place = start(device).device

@@ -44,7 +44,9 @@ from cenet.nn.norms import BATCH_NORMS
 from cenet.surgery import ce_sites
 
 THRESHOLD = 1e-2
-ABLATION_IMAGES = 512
+# images that are ablated by default: a network takes them 60 times, and once for each channel
+ABLATION_IMAGES, ABLATION_IMAGES_SLOW = 512, 128
+SMALL = 64 * 64  # pixels of an image that is quick on a CPU too
 MATRICES = 3
 MATRIX_CHANNELS = 64
 
@@ -56,7 +58,7 @@ def diagnose(
     loader: Iterable[Any],
     *,
     layer: str | None = None,
-    ablation_images: int = ABLATION_IMAGES,
+    ablation_images: int | None = None,
     report: Report | None = None,
 ) -> Diagnosis:
     """Examine the channels of a network on the images of `loader`.
@@ -70,14 +72,15 @@ def diagnose(
         loader: batches of images, or of (images, labels); moved to the device of the model.
         layer: to ablate, by the name of the layer or of the norm before it. By default that of the
             paper: the third of a VGG, elsewhere the first that follows a norm.
-        ablation_images: size of that sample; 0 leaves ablation out.
+        ablation_images: size of that sample; 0 leaves ablation out. By default 512, and 128 for
+            images of more than 64×64 pixels on a CPU, where ablation takes long.
         report: called as it goes with what is done, how many steps, and of how many (None: not
             known).
 
     Raises:
         ValueError: there are no images, no activations were seen, or `layer` is not one of them.
     """
-    if ablation_images < 0:
+    if ablation_images is not None and ablation_images < 0:
         raise ValueError(f"ablation_images={ablation_images} must be 0 or more")
     tell = report or (lambda what, done, of: None)
     started = time.perf_counter()
@@ -164,16 +167,23 @@ class _Seen:
 
 @torch.no_grad()
 def _run(
-    network: nn.Module, loader: Iterable[Any], layer: str | None, sample_size: int, tell: Report
+    network: nn.Module,
+    loader: Iterable[Any],
+    layer: str | None,
+    sample_size: int | None,
+    tell: Report,
 ) -> tuple[Recorder, Sample, _Seen]:
     device = next((p.device for p in network.parameters()), torch.device("cpu"))
-    recorder, sample, seen = Recorder(network), Sample(sample_size), _Seen()
+    recorder, sample, seen = Recorder(network), Sample(sample_size or 0), _Seen()
     for batch in loader:
         images, labels = _parts(batch)
         if not len(images):
             continue
         images = images.to(device, non_blocking=True)
         labels = None if labels is None else labels.to(device)
+        if not seen.images and sample_size is None:
+            quick = device.type != "cpu" or images[0, 0].numel() <= SMALL
+            sample = Sample(ABLATION_IMAGES if quick else ABLATION_IMAGES_SLOW)
         if labels is not None:
             sample.add(images, labels)  # before the network, which may write into them
         with recorder:
