@@ -17,6 +17,7 @@ from torch import nn
 from torchvision.models import get_weight
 
 import cenet
+import cenet.analysis.examination as examination
 from _planted import Planted, Tangled, images
 from cenet.analysis.command import run
 from cenet.analysis.diagnosis import Diagnosis
@@ -214,17 +215,19 @@ def test_the_layer_to_ablate():
         cenet.diagnose(model, [batch], layer="bn7")
 
 
-def test_how_many_images_are_ablated():
+def test_how_many_images_are_ablated(monkeypatch):
+    for name, value in {"ABLATION_IMAGES": 12, "ABLATION_IMAGES_SLOW": 5, "SMALL": 64}.items():
+        monkeypatch.setattr(examination, name, value)
     model = Tangled().eval()
 
     def ablated(count, size, **options):
         batch = (images(count, size), torch.arange(count) % 4)
         return cenet.diagnose(model, [batch], **options).ablation.images
 
-    assert ablated(600, 8) == 512
-    assert ablated(20, 8) == 20
-    assert ablated(130, 65) == 128
-    assert ablated(130, 65, ablation_images=3) == 3
+    assert ablated(20, 8) == 12
+    assert ablated(7, 8) == 7
+    assert ablated(20, 9) == 5
+    assert ablated(20, 9, ablation_images=6) == 6
 
 
 def test_networks_with_ce():
