@@ -65,9 +65,9 @@ def test_timm_lists_them():
 def test_every_parameter_gets_a_gradient(name):
     model = network(name).train()
     model(images(name)).square().sum().backward()
-    asleep = [key for key, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+    unused = [key for key, p in model.named_parameters() if p.grad is None or not p.grad.any()]
     # γ of a stage's last norm and λ have one like every other parameter
-    assert not asleep
+    assert not unused
 
 
 def places(name):

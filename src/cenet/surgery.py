@@ -102,7 +102,7 @@ def insert_ce_(
     for name, norm in sites.items():
         model.set_submodule(name, wrappers[norm])
     if start == "paper":
-        _awaken({name: wrappers[norm] for name, norm in sites.items()})
+        _fill_zero_weights({name: wrappers[norm] for name, norm in sites.items()})
     return list(sites)
 
 
@@ -257,19 +257,19 @@ def _unwrap(wrapper: NormCE2d) -> nn.Module:
     return norm
 
 
-def _awaken(wrappers: dict[str, NormCE2d]) -> None:
-    asleep = []
+def _fill_zero_weights(wrappers: dict[str, NormCE2d]) -> None:
+    zero = []
     for name, wrapper in wrappers.items():
         weight = getattr(wrapper.norm, "weight", None)
         if weight is not None and not weight.is_meta and not bool(weight.any()):
             with torch.no_grad():
                 weight.fill_(1)
             wrapper.had_zero_weight = True
-            asleep.append(name)
-    if asleep:
+            zero.append(name)
+    if zero:
         warnings.warn(
-            f"the weight of {len(asleep)} norms was all zero, which leaves CE nothing to "
-            f"equilibrate; it is now one ({', '.join(asleep)}). remove_ce_ restores it; "
+            f"the weight of {len(zero)} norms was all zero, which leaves CE nothing to "
+            f"equilibrate; it is now one ({', '.join(zero)}). remove_ce_ restores it; "
             'start="identity" would have left it',
             stacklevel=3,
         )
