@@ -33,7 +33,7 @@ def test_the_comparison_and_the_page(demo, capsys):
         accuracy = json.loads((folder / f"{row}-seed0" / "metrics.jsonl").read_text())["test_top1"]
         assert diagnosis.accuracy.top1 == metrics[0]["test_top1"] == pytest.approx(accuracy)
         assert {layer.has_ce for layer in diagnosis.layers} == {row == "BN+CE"}
-        assert f"{accuracy:.1%} to {accuracy:.1%}" in text
+        assert f"({100 * accuracy:.1f}–{accuracy:.1%})" in text
     page = (folder / "report.html").read_text()
     assert "BN+CE-seed0" in page
     assert "The measures above do not move." in page
@@ -75,10 +75,10 @@ def test_what_seeds_cannot_tell_apart_is_said_so(demo):
     assert "CE changed" not in lines  # one seed shows nothing
     assert "One seed: test accuracy" in lines
     twice = {row: runs * 2 for row, runs in found.items()}
-    dimensions = next(m for m in MEASURES if m.title == "dimensions per channel")
+    dimensions = next(m for m in MEASURES if m.title == "effective dimensions / channels")
     values = [dimensions.value(found[row][0]) for row in ("BN", "BN+CE")]
     assert values[1] > values[0]
     changed = next(line for line in headline(twice) if line.startswith("CE changed"))
-    assert f"dimensions per channel {values[0]:.1%} → {values[1]:.1%}" in changed
+    assert f"effective dimensions / channels {values[0]:.1%} → {values[1]:.1%}" in changed
     same = next(line for line in headline(twice) if line.startswith("No clear difference"))
-    assert "channels that fire in < 1 % of images 0.0%" in same
+    assert "fire in < 1% of images 0.0% in both" in same

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
-SCRIPTS = sorted(path.stem for path in EXPERIMENTS.glob("[a-z]*.py") if path.stem != "theory_game")
+SCRIPTS = sorted(path.stem for kind in ("fig", "table") for path in EXPERIMENTS.glob(f"{kind}*.py"))
 PICTURES = {name for name in SCRIPTS if name.startswith("fig")}
 
 
@@ -60,6 +60,36 @@ def test_numbers_are_those_of_the_runs(folder):
     shares = [sum(value < 1e-2 for value in layer["mean_abs"]) / layer["channels"]
               for layer in layers]  # fmt: skip
     assert float(rows["LN+CE"]["inhibited"]) == pytest.approx(sum(shares) / 6)
+
+
+@pytest.mark.slow
+def test_measures_over_seeds(tmp_path):
+    """Two runs at a time; what has a row is not run again, and a run that fails is named."""
+    given = ("--runs", str(tmp_path / "runs"), "--out", str(tmp_path), "--ablation-images", "20")
+    short = ("--change", "epochs=1", "warmup_epochs=0", "--jobs", "2")
+    arguments = ("measures", "digits_plain", "digits_ce", "--seeds", "0", "1", *given, *short)
+    assert start(*arguments, "--minutes", "0").stdout.startswith(
+        "not finished: digits_plain seed 0"
+    )
+    done = start(*arguments)
+    assert done.returncode == 0, done.stderr
+    with (tmp_path / "measures.csv").open(newline="") as file:
+        rows = {(row["recipe"], row["seed"]): row for row in csv.DictReader(file)}
+    assert len(rows) == 4
+    for (recipe, seed), row in rows.items():
+        folder = tmp_path / "runs" / f"{recipe}-epochs=1-warmup_epochs=0-seed{seed}"
+        layers = json.loads((folder / "diagnosis.json").read_text())["layers"]
+        metrics = json.loads((folder / "metrics.jsonl").read_text())
+        assert float(row["top1"]) == metrics["test_top1"]
+        dormant = sum(len(layer["dormant_0.1"]) for layer in layers)
+        channels = sum(layer["channels"] for layer in layers)
+        assert float(row["dormant"]) == pytest.approx(dormant / channels)
+        assert bool(row["lambda"]) == (recipe == "digits_ce")
+    assert len((tmp_path / "measures_layers.csv").read_text().splitlines()) == 1 + 4 * 6
+    assert start(*arguments).stdout == ""
+    failed = start("measures", "digits_plain", *given, "--change", "lr=-1")
+    assert failed.returncode == 1
+    assert "digits_plain-lr=-1-seed0 failed; see" in failed.stdout
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -70,7 +70,7 @@ LEVELS = [
             "analysis.attribution",
         ),
         *("analysis.monitor", "analysis.sample", "analysis.records", "analysis.diagnosis"),
-        *("analysis.verdict", "analysis.examination", "analysis"),
+        *("analysis.layer_records", "analysis.verdict", "analysis.examination", "analysis"),
     ),
     (
         *("train.course", "train.recipes", "train.data", "train.inputs", "train.interrupts"),

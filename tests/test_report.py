@@ -140,7 +140,7 @@ def test_headline_compares_the_runs(folder):
         share = sum(len(layer[key]) for layer in layers) / total
         assert facts[name].values[1:] == (f"{100 * share:.2f}\u202f%", "–")
     share = fmean(layer["participation_ratio"] / layer["channels"] for layer in layers)
-    assert facts["participation ratio"].values[1] == f"{100 * share:.2f}\u202f%"
+    assert facts["effective dimensions / channels"].values[1] == f"{100 * share:.2f}\u202f%"
     expected = fmean(layer["correlation"] for layer in layers)
     assert facts["mean correlation"].values[1] == f"{expected:.3g}"
     assert facts["mean λ"].values[0] == "–"
@@ -151,13 +151,6 @@ def test_headline_compares_the_runs(folder):
     # the figure that depends on the scale comes last, under its own name
     assert built.facts[-1].name == "inhibited, first six layers (the paper's figure)"
     assert built.facts[-1].values[1] == f"{100 * content['first_six']:.2f}\u202f%"
-
-
-def test_only_accuracy_has_a_best_value(folder):
-    built = build_page(read_sources([folder / n for n in ("plain", "ce", "ce_again")]))
-    best = {fact.name: fact.best for fact in built.facts if fact.best}
-    # top-5 is the same for all
-    assert best == {"test top-1": {1}, "top-1": {1}}
 
 
 def test_captions_say_what_the_numbers_say(folder):
@@ -245,10 +238,15 @@ def test_the_verdict_stands_at_the_top(tmp_path):
     verdict = found["verdict"]
     assert text.count("cenet diagnose</p>") == 1
     assert "cenet report" not in text
-    for words in (verdict["headline"], *verdict["reasons"], verdict["next_step"]):
+    for words in (
+        verdict["headline"],
+        *verdict["reasons"],
+        verdict["next_step"],
+        verdict["command"],
+    ):
         assert page.text.index(words) < page.text.index("At a glance")
     box = text[text.index('class="verdict"') : text.index("<nav")]
-    assert f"<code>{verdict['next_step']}</code></pre>" in box
+    assert f"<code>{verdict['command']}</code></pre>" in box
     taken, free = box.split("insert_ce_ would put CE")
     assert re.findall(r"<code>(features.*?)</code>", taken) == ["features.8.relu"]
     sites = [site for site in found["sites"] if site != found["layers"][2]["norm"]]
@@ -267,7 +265,8 @@ def test_random_weights_are_said_once(tmp_path):
     found = diagnosis(0, layers=4)
     found["model"].update(checkpoint=None, untrained=True)
     said = "The weights are random: train the network first."
-    found["verdict"] = {"kind": "untrained", "headline": said, "reasons": [], "next_step": None}
+    verdict = {"kind": "untrained", "headline": said, "reasons": []}
+    found["verdict"] = {**verdict, "next_step": None, "command": None}
     page = write_diagnosis_page(Diagnosis.from_dict(found), tmp_path / "page.html")
     text = Reader(page.read_text()).text
     assert text.count("weights are random") == 1

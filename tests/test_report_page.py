@@ -108,7 +108,7 @@ def test_hostile_names_are_text(tmp_path):
     found["data"]["skipped"] = [{"path": HOSTILE, "reason": HOSTILE}]
     found["gradcam"][0].update(label=HOSTILE, predicted=HOSTILE)
     found["sites"] = [f"free {HOSTILE}"]
-    said = {"headline": HOSTILE, "reasons": [HOSTILE], "next_step": HOSTILE}
+    said = {"headline": HOSTILE, "reasons": [HOSTILE], "next_step": HOSTILE, "command": HOSTILE}
     found["verdict"] |= said
     (run / "diagnosis.json").write_text(json.dumps(found))
     about = json.loads((run / "run.json").read_text())
@@ -164,7 +164,10 @@ def damage(folder, name, **changes):
         ({"format": "other"}, "is not a diagnosis: its format is 'other'"),
         ({"layers": None}, "layers must be a list, got 'None'"),
         ({"layers": [{"name": "x"}]}, r"layers\[0\]: missing \['activation'"),
-        ({"accuracy": {"top1": "high", "top5": 0}}, "accuracy.top1 must be a finite number"),
+        (
+            {"accuracy": {"top1": "high", "top5": 0, "classes": 2}},
+            "accuracy.top1 must be a finite number",
+        ),
         ({"threshold": True}, "threshold must be a finite number, got 'True'"),
         ({"first_six": 10**400}, "first_six is 1000.*, too large to be drawn"),
     ],

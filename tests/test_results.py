@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torchvision
 from torch import nn
 
 import cenet
@@ -29,7 +30,7 @@ def test_the_readme_quotes_the_table():
     text = (ROOT / "README.md").read_text()
     table = text[text.index("**Does it help?**") : text.index("CE makes channels less redundant")]
     quoted = [cell for row in table.splitlines() for cell in row.split("|")[2:4] if "±" in cell]
-    assert len(quoted) == 10
+    assert len(quoted) == 14
     for cell in quoted:
         assert re.sub(r"[^0-9.±%]", "", cell) in known, cell
 
@@ -56,14 +57,36 @@ def test_the_pruning_recipe_of_the_docs_leaves_the_outputs():
         model[1].weight[:6], model[1].bias[:6] = 0, -1
         model.train()(x)
     model.eval()
-    loader = [(x, torch.zeros(64, dtype=torch.long))]
-    found = cenet.diagnose(model, loader, ablation_images=0)
+    found = cenet.diagnose(model, [x])
     assert found.prunable == {"2": tuple(range(6))}
     with torch.no_grad():
         before = model(x)
     text = (ROOT / "docs" / "diagnose.md").read_text().split("## Pruning")[1]
     code = text.split("```python")[1].split("```")[0]
-    exec(code, {"model": model, "loader": loader, "found": found})
+    exec(code, {"model": model, "images": x, "found": found})
     assert model[0].out_channels == model[3].in_channels == 14
     with torch.no_grad():
         assert torch.allclose(model(x), before, atol=1e-5)
+
+
+def test_the_pruning_recipe_leaves_residual_connections_alone():
+    pytest.importorskip("torch_pruning")
+    torch.manual_seed(0)
+    model = torchvision.models.resnet18(num_classes=3)
+    x = torch.randn(8, 3, 64, 64)
+    with torch.no_grad():
+        for norm in (model.layer1[0].bn1, model.layer1[0].bn2):  # inside, and before the sum
+            norm.weight[:5], norm.bias[:5] = 0, -100
+        model.train()(x)
+        before = model.eval()(x)
+    found = cenet.diagnose(model, [x])
+    shared = {layer.name: layer.shared for layer in found.layers}
+    assert found.prunable.keys() >= {"layer1.0.relu", "layer1.0.relu#2"}
+    assert (shared["layer1.0.relu"], shared["layer1.0.relu#2"]) == (False, True)
+    text = (ROOT / "docs" / "diagnose.md").read_text().split("## Pruning")[1]
+    exec(text.split("```python")[1].split("```")[0], {"model": model, "images": x, "found": found})
+    assert model.layer1[0].conv1.out_channels == 59
+    assert model.layer1[0].conv2.out_channels == 64
+    with torch.no_grad():
+        # other channels are prunable too, and contribute a little
+        assert torch.allclose(model(x), before, atol=5e-3)

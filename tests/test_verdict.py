@@ -10,9 +10,9 @@ import cenet
 from _planted import Planted, images
 from cenet.analysis import verdict as verdicts
 from cenet.analysis.command import examine
-from cenet.analysis.diagnosis import Removal
+from cenet.analysis.diagnosis import Accuracy, Removal
 from cenet.analysis.examination import is_untrained
-from cenet.analysis.verdict import judge
+from cenet.analysis.verdict import Evidence, judge
 
 CHANNELS = 20
 
@@ -53,7 +53,8 @@ def kill_(network, batches, share):
 def test_three_networks_get_three_verdicts(runs, tmp_path):
     plain = verdict_of(runs / "digits_plain", tmp_path)
     assert plain.verdict.kind == "try CE"
-    assert plain.verdict.next_step == "cenet train digits_ce"
+    assert plain.verdict.command == "cenet train digits_ce --epochs 2 --seed 0"
+    assert "of the 6 layers where it could go. Try it there." in plain.verdict.headline
     equilibrated = verdict_of(runs / "digits_ce", tmp_path)
     assert equilibrated.verdict.kind == "nothing to do"
     assert "CE is in 6 of 6 layers already" in equilibrated.verdict.headline
@@ -75,18 +76,26 @@ def test_dead_channels_are_to_be_pruned(runs, tmp_path):
         count = round(0.3 * layer.channels)
         assert layer.prunable == layer.dormant_strict == layer.rare == tuple(range(count))
     assert found.removal.loss_without == pytest.approx(found.removal.loss)
-    assert f"{dead} of 448 channels contribute next to nothing" in found.verdict.headline
-    assert f"Without all {dead} at once" in found.verdict.reasons[0]
-    assert "prunable" in found.verdict.next_step
+    assert f"{dead} of 448 channels" in found.verdict.headline
+    assert "prune them" in found.verdict.headline
+    assert "features.2 10" in found.verdict.reasons[0]
+    assert f"Without all {dead} at once" in found.verdict.reasons[1]
+    found.write(tmp_path / "diagnosis.json")
+    names = {"cenet": cenet, "Path": lambda name: tmp_path / name}
+    assert eval(found.verdict.command, names) == found.prunable
 
 
 def test_too_few_images_do_not_condemn(runs, tmp_path, monkeypatch):
-    monkeypatch.setattr(verdicts, "WORTH_PRUNING", -1)
-    found = verdict_of(runs / "digits_plain", tmp_path, limit=299)
-    assert found.verdict.kind == "more images"
-    assert "299 images are too few" in found.verdict.headline
-    assert "at least 300 images" in found.verdict.next_step
-    assert verdict_of(runs / "digits_plain", tmp_path, limit=300).verdict.kind == "prune"
+    few = verdict_of(runs / "digits_plain", tmp_path, limit=299)
+    assert few.verdict.kind == "more images"  # not "try CE"
+    assert "at least 300 images" in few.verdict.next_step
+    assert verdict_of(runs / "digits_plain", tmp_path, limit=300).verdict.kind == "try CE"
+    layers = [replace(few.layers[0], prunable=tuple(range(9))), *few.layers[1:]]
+    evidence = Evidence(layers, 299, False, few.accuracy, None, few.sites)
+    condemned = judge(evidence)
+    assert condemned.kind == "more images"
+    assert "299 images are too few" in condemned.headline
+    assert judge(replace(evidence, images=300)).kind == "prune"
 
 
 def network():
@@ -117,6 +126,7 @@ def test_random_weights_are_recognized():
     assert found.model.untrained
     assert found.verdict.kind == "untrained"
     assert "random" in found.verdict.headline
+    assert not found.prunable
     assert not is_untrained(trained())
     tuned = network()
     with torch.no_grad():
@@ -127,57 +137,106 @@ def test_random_weights_are_recognized():
     assert is_untrained(model)
 
 
-def layers_of(model):
-    return cenet.diagnose(model, [images(64, 12)]).layers
+def evidence_of(model, **changes):
+    found = cenet.diagnose(model, [images(64, 12)])
+    given = Evidence(found.layers, 1000, False, None, None, found.sites)
+    return replace(given, **changes)
 
 
 def test_ce_is_never_proposed_where_it_is():
     model = trained()
-    plain = judge(layers_of(model), 1000, untrained=False, removal=None)
-    assert plain.kind == "try CE"
-    assert "['1', '4']" in plain.next_step
+    plain = judge(evidence_of(model))
+    assert (plain.kind, plain.command) == (
+        "try CE",
+        'cenet.insert_ce_(model, start="identity")',
+    )
     cenet.insert_ce_(model, lambda norm, name: name == "1", start="identity")
-    partly = judge(layers_of(model), 1000, untrained=False, removal=None)
-    assert "['4']" in partly.next_step
+    partly = judge(evidence_of(model, sites=("1", "4")))
+    assert "name in ['4']" in partly.command
     cenet.insert_ce_(model, lambda norm, name: name == "4", start="identity")
-    fully = judge(layers_of(model), 1000, untrained=False, removal=None)
-    assert fully.kind == "nothing to do"
+    fully = judge(evidence_of(model))
+    assert (fully.kind, fully.command) == ("nothing to do", None)
+    assert fully.headline == "No channel is prunable. CE is in 2 of 2 layers already."
 
 
-def test_the_proposed_line_runs():
+@pytest.mark.parametrize("sites", [("1", "4"), ("1", "4", "9")])
+def test_the_proposed_line_runs(sites):
     model = trained()
-    step = judge(layers_of(model), 1000, untrained=False, removal=None).next_step
-    code, rest = step.split(", then ")
-    assert rest == "fine-tune"
+    command = judge(evidence_of(model, sites=sites)).command
+    assert ("lambda" in command) == (len(sites) == 3)
     before = model(images(4, 12))
-    exec(code, {"cenet": cenet, "model": model})
+    exec(command, {"cenet": cenet, "model": model})
     assert isinstance(model[1], cenet.NormCE2d)
+    assert isinstance(model[4], cenet.NormCE2d)
     assert torch.allclose(model(images(4, 12)), before, atol=1e-5)
 
 
+def test_few_values_say_nothing_about_dimensions():
+    """Independent channels look redundant when there are fewer values than channels."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(64, 64, 1), nn.BatchNorm2d(64), nn.ReLU()).train()
+    with torch.no_grad():
+        model[0].weight[:, :, 0, 0] = torch.linalg.qr(torch.randn(64, 64)).Q
+        model(torch.randn(100, 64, 2, 2))
+    model.eval()
+    few = cenet.diagnose(model, [torch.randn(3, 64, 2, 2)])
+    assert few.layers[0].participation_ratio < 16
+    assert few.verdict.kind == "more images"
+    assert "12 values for each of 64 channels" in few.verdict.headline
+    many = cenet.diagnose(model, [torch.randn(400, 64, 2, 2)])
+    assert many.layers[0].participation_ratio > 50
+    assert many.verdict.kind == "nothing to do"
+    # many images, but of one pixel in effect
+    layer = replace(few.layers[0], height=1, width=1)
+    assert judge(Evidence([layer], 639, False, None, None, ("1",))).kind == "more images"
+    assert judge(Evidence([layer], 640, False, None, None, ("1",))).kind == "try CE"
+
+
+@pytest.mark.parametrize(("top1", "kind"), [(0.34, "at chance"), (0.5, "try CE")])
+def test_a_network_that_guesses_is_told_so(top1, kind):
+    found = judge(evidence_of(trained(), accuracy=Accuracy(top1, 1.0, 3)))
+    assert found.kind == kind
+    if kind == "at chance":
+        assert "34.0 % with 3 classes, no better than guessing" in found.headline
+        assert "order of the classes" in found.next_step
+
+
+def prunable(evidence, *channels, **changes):
+    first, *rest = evidence.layers
+    return replace(evidence, layers=[replace(first, prunable=channels, **changes), *rest])
+
+
 def test_what_removal_harms_is_not_to_be_pruned():
-    layers = layers_of(trained())
-    layers = (replace(layers[0], prunable=(0, 1)), *layers[1:])
     harmless = Removal(2, 500, 0.9, 0.9, 0.001, 0.3, 0.301, 0.002)
-    assert judge(layers, 500, untrained=False, removal=harmless).kind == "prune"
+    evidence = prunable(evidence_of(trained(), removal=harmless), 0, 1)
+    assert judge(evidence).kind == "prune"
     harmful = replace(harmless, loss_without=0.4, top1_without=0.8)
-    found = judge(layers, 500, untrained=False, removal=harmful)
-    assert found.kind != "prune"
-    assert any("together they matter" in reason for reason in found.reasons)
+    found = judge(replace(evidence, removal=harmful))
+    assert found.kind == "try CE"
+    assert "but not together" in found.headline
+    assert "top-1 goes from 90.0 % to 80.0 %" in found.headline
 
 
-def test_layers_on_a_shortcut_are_named():
-    layers = layers_of(trained())
-    layers = (replace(layers[0], prunable=(0, 1), shared=True), *layers[1:])
-    found = judge(layers, 500, untrained=False, removal=None)
-    assert any("must lose the same channels" in reason for reason in found.reasons)
+def test_a_few_prunable_channels_are_not_worth_it(monkeypatch):
+    monkeypatch.setattr(verdicts, "WORTH_PRUNING", 0.05)
+    evidence = evidence_of(trained())
+    assert judge(prunable(evidence, 0)).headline.startswith(
+        "Pruning is not worth it: 1 of 40 channels (2.5 %)"
+    )
+    assert judge(prunable(evidence, 0, 1)).kind == "prune"
 
 
-@pytest.mark.parametrize(
-    ("images_seen", "bound"), [(30, "10.0 %"), (3000, "0.1 %"), (1, "100.0 %")]
-)
-def test_confidence_follows_the_number_of_images(images_seen, bound):
-    found = judge(layers_of(trained()), images_seen, untrained=False, removal=None)
+def test_layers_on_a_residual_connection_are_named():
+    evidence = evidence_of(trained())
+    found = judge(prunable(evidence, 0, 1, shared=True))
+    assert any("On a residual connection" in reason for reason in found.reasons)
+    found = judge(prunable(evidence, 0, 1))
+    assert not any("On a residual connection" in reason for reason in found.reasons)
+
+
+@pytest.mark.parametrize(("count", "bound"), [(30, "10.0 %"), (3000, "0.1 %")])
+def test_confidence_follows_the_number_of_images(count, bound):
+    found = judge(evidence_of(trained(), images=count))
     assert f"fires in at most {bound} of such images" in found.reasons[-1]
 
 

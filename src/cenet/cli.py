@@ -207,7 +207,7 @@ def diagnose(
 
 
 def demo(out: Path = Path("runs/demo"), epochs: int = 15, seeds: int = 3) -> None:
-    """Train a small VGG without and with CE on digits (CPU, two minutes), and write a page.
+    """Train a small VGG without and with CE on digits (CPU, two to four minutes), and write a page.
 
     Args:
         out: folder of the runs and of report.html.

@@ -17,6 +17,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -77,14 +78,14 @@ def run_demo(out: Path, epochs: int = RECIPE.epochs, seeds: int = 3) -> Runs:
         found[row].append(_read(job.options.out, job.options.out))
         if row == "BN":
             found[RESCALED].append(_read(job.options.out, _rescaled_folder(job)))
-    lead = [*headline(found), about_scale(found)]
+    lead = [*headline(found), about_scale(found), "Figures and tables below are of seed 0."]
     page = write_page(
         [jobs[row, 0].options.out for row in ROWS], out / "report.html",
         title="What CE changes: a small VGG on digits", lead=lead,
     )  # fmt: skip
     console = Console()
     console.print(_table(found))
-    for line in lead:
+    for line in lead[:-1]:
         console.print(line, highlight=False, markup=False)
     console.print(f"The page to look at (seed 0): {page.resolve()}", soft_wrap=True, markup=False)
     return found
@@ -208,7 +209,8 @@ def _sentence(start: str, measures: Sequence[Measure], found: Runs) -> str:
     for title, value, form in measures:
         means = (fmean(value(one) for one in found[row]) for row in ROWS)
         before, after = (f"{mean:{form}}" for mean in means)
-        parts.append(f"{title} {before} → {after}" if before != after else f"{title} {before}")
+        both = f"{title} {before} in both"
+        parts.append(f"{title} {before} → {after}" if before != after else both)
     return f"{start}: {'; '.join(parts)}."
 
 
@@ -222,13 +224,16 @@ def _table(found: Runs) -> Table:
     seeds, epochs = len(found["BN"]), len(found["BN"][0].metrics)
     table = Table(
         title="small VGG on scikit-learn's digits, batch norm without and with CE",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
         caption=f"{_count(epochs, 'epoch')}, {_count(seeds, 'seed')}: mean (lowest to highest). "
-        "dormant: at most 0.1 of the mean activation of its layer. dimensions: participation "
-        f"ratio / channels, mean over layers. {RESCALED}: the same network, every layer × "
+        "dormant: at most 0.1 of the mean activation of its layer. effective dimensions: the "
+        f"participation ratio. {RESCALED}: the same network, every layer × "
         f"{FACTOR:g} and the weights that read it × {1 / FACTOR:g}. inhibited: the paper's figure, "
         "mean activation < 0.01.",
     )
-    table.add_column("")
+    table.add_column("", overflow="fold")
     for row in found:
         table.add_column(row, justify="right", no_wrap=True)
     for title, value, form in (*MEASURES, PAPER):
@@ -274,12 +279,12 @@ def _dimensions(run: Finished) -> float:
 
 MEASURES = (
     Measure("test accuracy", _accuracy),
-    Measure(f"first epoch at {RECIPE.accuracy:.0%}", _first_epoch, ".1f"),
-    Measure("accuracy without half of layer 3, at random", _without_half),
-    Measure("accuracy without its least important half", _without_least_half),
+    Measure(f"epochs until {RECIPE.accuracy:.0%} accuracy", _first_epoch, ".1f"),
+    Measure("without random half of layer 3", _without_half),
+    Measure("without its least important half", _without_least_half),
     Measure("dormant channels", _share("dormant")),
-    Measure("channels that fire in < 1 % of images", _share("rare")),
-    Measure("dimensions per channel", _dimensions),
+    Measure("fire in < 1% of images", _share("rare")),
+    Measure("effective dimensions / channels", _dimensions),
     Measure(
         "mean |correlation|",
         lambda run: fmean(layer.correlation or 0.0 for layer in run.diagnosis.layers),
@@ -290,4 +295,4 @@ PAPER = Measure("inhibited, first six layers", lambda run: run.diagnosis.first_s
 
 
 def _spread(values: list[float], form: str) -> str:
-    return f"{fmean(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+    return f"{fmean(values):{form}} ({min(values):{form}}–{max(values):{form}})".replace("%–", "–")

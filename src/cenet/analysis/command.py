@@ -13,18 +13,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from cenet.analysis.diagnosis import Cam, Diagnosis, Images, Skipped, Subject
-from cenet.analysis.examination import diagnose
+from cenet.analysis.examination import diagnose, without_prunable
 from cenet.analysis.images import ImageStream, find_images
 from cenet.analysis.overlays import overlays
 from cenet.analysis.subjects import Examinee, find_examinee, num_outputs
 from cenet.analysis.summary import print_summary
-from cenet.analysis.verdict import judge
+from cenet.analysis.verdict import Evidence, judge
 from cenet.train.data import Resident, load_test
 from cenet.train.loaders import evaluation_batches
 from cenet.train.processes import start
 from cenet.train.recipes import RECIPES
 
 FILE = "diagnosis.json"
+SLOW = "ablation runs the network once for each channel; --ablation-images 0 skips it"
 
 
 class Shown(NamedTuple):
@@ -97,6 +98,8 @@ def examine_network(
         def report(what: str, done: int, of: int | None) -> None:
             if what not in tasks:
                 tasks[what] = progress.add_task(what, total=of or shown.total)
+                if what == "ablation":
+                    progress.console.print(SLOW)
             progress.update(tasks[what], completed=done)
 
         try:
@@ -112,12 +115,11 @@ def examine_network(
     return diagnosis, [] if shown.note is None else [shown.note]
 
 
-def _check(
-    limit: int | None = None, size: int | None = None, batch: int | None = None, **_: Any
-) -> None:
-    for name, value in {"limit": limit, "size": size, "batch": batch}.items():
-        if value is not None and value < 1:
-            raise ValueError(f"--{name} {value} must be at least 1")
+def _check(**options: Any) -> None:
+    for name, least in {"limit": 1, "size": 1, "batch": 1, "ablation_images": 0}.items():
+        value = options.get(name)
+        if value is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least {least}")
 
 
 def _shown(
@@ -174,16 +176,18 @@ def _completed(
     folder = None if data is None else str(data)
     # a name alone is a network as it was made, whatever its norms look like
     untrained = found.model.untrained or examinee.checkpoint is None
+    removal = None if untrained else found.removal
+    layers = without_prunable(found.layers) if untrained else found.layers
+    evidence = Evidence(
+        layers, found.data.images, untrained, found.accuracy, removal, found.sites,
+        _training_with_ce(examinee),
+    )  # fmt: skip
     return replace(
         found,
         model=Subject(examinee.name, examinee.checkpoint, found.model.parameters, untrained),
-        verdict=judge(
-            found.layers,
-            found.data.images,
-            untrained=untrained,
-            removal=found.removal,
-            try_ce=_training_with_ce(examinee),
-        ),
+        verdict=judge(evidence),
+        layers=layers,
+        removal=removal,
         data=Images(
             folder, found.data.images, found.data.size, shown.classes, (*shown.skipped, *late)
         ),
@@ -200,7 +204,7 @@ def _training_with_ce(examinee: Examinee) -> str | None:
     for name, other in RECIPES.items():
         same = all(getattr(other, field) == getattr(recipe, field) for field in wanted)
         if other.block == "ce" and same:
-            return f"cenet train {name}"
+            return f"cenet train {name} --epochs {recipe.epochs} --seed {recipe.seed}"
     return None
 
 

@@ -47,6 +47,7 @@ class Accuracy:
 
     top1: float
     top5: float
+    classes: int  # outputs of the network
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Layer:
         contribution: activity times the norm of the weights that read the channel, relative to the
             layer's mean, by channel; None where these weights are not known.
         prunable: channels that contribute next to nothing, on average and in single images.
-        shared: the output is also added to another layer's, as on a residual connection.
+        shared: on a residual connection: it activates a sum, or is added to something later.
         participation_ratio: dimensions in which the channels vary (before the activation).
         correlation: mean absolute correlation of two channels (before the activation).
         constant: channels that do not vary (before the activation).
@@ -155,7 +156,7 @@ class AblationCurve:
     layer: str
     images: int
     ratios: tuple[float, ...]
-    top1: tuple[tuple[float, ...], ...]  # in random order: of each repeat, by ratio
+    top1: tuple[tuple[float, ...], ...]  # in random order: by ratio, of each repeat
     least_important_first: tuple[float, ...]  # by ratio
     seed: int
 
@@ -190,16 +191,18 @@ class Verdict:
     """What the measurements say, and what to do next.
 
     Attributes:
-        kind: "untrained", "more images", "prune", "try CE" or "nothing to do".
-        headline: the verdict in one sentence.
+        kind: "untrained", "at chance", "more images", "prune", "try CE" or "nothing to do".
+        headline: the verdict in one or two sentences.
         reasons: what it rests on, a sentence each.
-        next_step: a command or a line of Python; None if there is nothing to do.
+        next_step: what to do; None if there is nothing to do.
+        command: how, as a shell command or a line of Python, if one does it.
     """
 
     kind: str
     headline: str
     reasons: tuple[str, ...]
     next_step: str | None
+    command: str | None
 
 
 @dataclass(frozen=True)

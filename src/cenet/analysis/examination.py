@@ -1,9 +1,9 @@
 """`diagnose`: one pass over images, and what it says about every layer of a network."""
 
-import math
 import time
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,35 +20,25 @@ from cenet.analysis.ablation import (
 from cenet.analysis.diagnosis import (
     AblationCurve,
     Accuracy,
-    Beta,
     Diagnosis,
-    Gamma,
     Images,
     Importance,
     Layer,
-    Matrix,
     Removal,
-    Spectrum,
     Subject,
 )
-from cenet.analysis.equilibrium import decorrelation_spectrum, mixing_ratio
+from cenet.analysis.layer_records import THRESHOLD, layer_record, matrices, plain
 from cenet.analysis.recorder import Recorder
 from cenet.analysis.sample import Sample
-from cenet.analysis.statistics import shown_channels
-from cenet.analysis.verdict import judge
+from cenet.analysis.verdict import Evidence, judge
 from cenet.analysis.watching import Site, unwrapped
 from cenet.environment import environment
-from cenet.nn import NormCE2d
-from cenet.nn.base import EquilibriumLayer
 from cenet.nn.norms import BATCH_NORMS
 from cenet.surgery import ce_sites
 
-THRESHOLD = 1e-2
 # images that are ablated by default: a network takes them 60 times, and once for each channel
 ABLATION_IMAGES, ABLATION_IMAGES_SLOW = 512, 128
 SMALL = 64 * 64  # pixels of an image that is quick on a CPU too
-MATRICES = 3
-MATRIX_CHANNELS = 64
 
 Report = Callable[[str, int, int | None], None]  # what, steps done, of how many if known
 
@@ -98,24 +88,27 @@ def diagnose(
                     f"layer {name} gives values that are not finite on these images: the weights "
                     "or the images hold NaN or infinity, or the network overflows"
                 )
-        sites = _sites(network)
-        layers = tuple(_layer(network, recorder, name, sites) for name in recorder.layers)
+        sites, untrained = _sites(network), is_untrained(network)
+        layers = tuple(layer_record(network, recorder, name, sites) for name in recorder.layers)
+        if untrained:
+            layers = without_prunable(layers)
         target = find_layer(network, recorder.sites, layer)
         batches = sample.batches()
         ablation, importance = _ablate(network, batches, target, tell)
         removal = _remove(network, batches, layers)
-    untrained = is_untrained(network)
     parameters = sum(parameter.numel() for parameter in network.parameters())
     return Diagnosis(
         model=Subject(type(network).__name__, None, parameters, untrained),
         environment=_environment(network, time.perf_counter() - started),
         data=Images(None, seen.images, seen.size, None, ()),
         accuracy=seen.accuracy(),
-        verdict=judge(layers, seen.images, untrained=untrained, removal=removal),
+        verdict=judge(
+            Evidence(layers, seen.images, untrained, seen.accuracy(), removal, tuple(sites))
+        ),
         layers=layers,
         threshold=THRESHOLD,
         first_six=measures.first_layers_ratio([each.inhibited_ratio for each in layers]),
-        matrices=_matrices(recorder),
+        matrices=matrices(recorder),
         ablation=ablation,
         importance=importance,
         removal=removal,
@@ -140,7 +133,7 @@ class _Seen:
     """Counts of the stream."""
 
     def __init__(self) -> None:
-        self.images = self.labelled = self.top1 = self.top5 = 0
+        self.images = self.labelled = self.top1 = self.top5 = self.classes = 0
         self.size = (0, 0)
 
     def add(self, images: Tensor, labels: Tensor | None, output: Any) -> None:
@@ -156,13 +149,14 @@ class _Seen:
             )
         best = output.topk(min(5, output.shape[1]), 1).indices == labels[:, None]
         self.labelled += len(labels)
+        self.classes = output.shape[1]
         self.top1 += int(best[:, 0].sum())
         self.top5 += int(best.any(1).sum())
 
     def accuracy(self) -> Accuracy | None:
         if not self.labelled:
             return None
-        return Accuracy(self.top1 / self.labelled, self.top5 / self.labelled)
+        return Accuracy(self.top1 / self.labelled, self.top5 / self.labelled, self.classes)
 
 
 @torch.no_grad()
@@ -245,6 +239,11 @@ def is_untrained(network: nn.Module) -> bool:
     )
 
 
+def without_prunable(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
+    """The same layers, none of whose channels is called prunable: they are not trained yet."""
+    return tuple(replace(layer, prunable=()) for layer in layers)
+
+
 def _ablate(
     network: nn.Module, batches: list[tuple[Tensor, Tensor]], target: str, tell: Report
 ) -> tuple[AblationCurve | None, Importance | None]:
@@ -265,7 +264,7 @@ def _ablate(
     ordered = tuple(by_importance.flatten().tolist())
     return (
         AblationCurve(target, images, RATIOS, top1, ordered, seed),
-        Importance(target, images, _plain(divergence), _plain(error), measures.gini(divergence)),
+        Importance(target, images, plain(divergence), plain(error), measures.gini(divergence)),
     )
 
 
@@ -293,99 +292,6 @@ def _sites(network: nn.Module) -> dict[str, None]:
         return {site.name: None for site in ce_sites(network) if site.default}
     except ValueError:
         return {}
-
-
-def _layer(network: nn.Module, recorder: Recorder, name: str, sites: dict[str, None]) -> Layer:
-    site, found, reads = recorder.sites[name], recorder.layers[name], recorder.reads.get(name)
-    mean_abs, kept = found.mean_abs, shown_channels(found.channels)
-    activity = measures.relative_activity(mean_abs)
-    error = found.mean_abs_error / mean_abs.mean()
-    contribution = None if reads is None else measures.contribution(mean_abs, reads)
-    # a channel that is strong in few images counts by its root mean square, if not by its mean
-    strength = found.root_mean_square
-    strength = (
-        measures.relative_activity(strength)
-        if reads is None
-        else measures.contribution(strength, reads)
-    )
-    correlation = measures.channel_correlation(found.mean, found.covariance)
-    duplicates = measures.duplicates(found.mean, found.covariance).nonzero().flatten()
-    # where branches are added, the norm of the longer one
-    norm = next((name for name in site.norms if name in sites), next(iter(site.norms), None))
-    ce = None if site.ce is None else network.get_submodule(site.ce)
-    assert ce is None or isinstance(ce, EquilibriumLayer)
-    spectrum = None if ce is None else decorrelation_spectrum(ce)
-    gamma, beta = _affine(None if norm is None else network.get_submodule(norm))
-    return Layer(
-        name=site.name,
-        activation=site.activation,
-        norm=norm,
-        channels=site.channels,
-        height=found.size[0],
-        width=found.size[1],
-        mean_abs=_plain(mean_abs),
-        activity=_plain(activity),
-        dormant=_places(activity <= measures.DORMANT),
-        dormant_strict=_places(activity <= measures.DORMANT_STRICT),
-        undecided=int(((activity - measures.DORMANT).abs() <= 2 * error).sum()),
-        firing=_plain(found.firing),
-        rare=_places(found.firing < measures.RARE),
-        saturated=_places(measures.saturated(mean_abs, found.deviation)),
-        duplicates=tuple(kept[place] for place in duplicates.tolist()),
-        contribution=None if contribution is None else _plain(contribution),
-        prunable=_places(strength <= measures.DORMANT_STRICT),
-        shared=name in recorder.shared,
-        participation_ratio=measures.participation_ratio(found.covariance),
-        correlation=correlation.mean,
-        constant=correlation.constant,
-        magnitude=tuple(map(_plain, found.magnitude)),
-        gamma=gamma,
-        beta=beta,
-        inhibited=_places(mean_abs < THRESHOLD),
-        inhibited_ratio=measures.inhibited_ratio(mean_abs, THRESHOLD),
-        ce_site=norm in sites,
-        has_ce=ce is not None,
-        mix=None if ce is None else mixing_ratio(ce),
-        spectrum=None if spectrum is None else _extremes(spectrum),
-    )
-
-
-def _places(which: Tensor) -> tuple[int, ...]:
-    return tuple(which.nonzero().flatten().tolist())
-
-
-def _plain(values: Tensor) -> tuple[Any, ...]:
-    """Numbers, None for those that are not finite."""
-    return tuple(value if math.isfinite(value) else None for value in values.tolist())
-
-
-def _extremes(spectrum: Tensor) -> Spectrum:
-    return Spectrum(spectrum[0].item(), spectrum.median().item(), spectrum[-1].item())
-
-
-def _affine(norm: nn.Module | None) -> tuple[Gamma | None, Beta | None]:
-    norm = norm.norm if isinstance(norm, NormCE2d) else norm
-    weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
-    return (
-        None if weight is None else Gamma(*measures.weight_statistics(weight)),
-        None if bias is None else Beta(*measures.bias_statistics(bias)),
-    )
-
-
-def _matrices(recorder: Recorder) -> tuple[Matrix, ...]:
-    """Correlations of an early, a middle and a late layer."""
-    names = list(recorder.layers)
-    places = {round(i * (len(names) - 1) / (MATRICES - 1)) for i in range(MATRICES)}
-    found = []
-    for name in (names[place] for place in sorted(places)):
-        layer = recorder.layers[name]
-        kept = shown_channels(layer.channels)
-        count = min(len(kept), MATRIX_CHANNELS)
-        chosen = [place * len(kept) // count for place in range(count)]
-        matrix = measures.correlation_matrix(layer.mean, layer.covariance)[chosen][:, chosen]
-        shown = tuple(kept[place] for place in chosen)
-        found.append(Matrix(name, shown, tuple(map(_plain, matrix))))
-    return tuple(found)
 
 
 def _environment(network: nn.Module, seconds: float) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from cenet.analysis.diagnosis import Skipped
 from cenet.train.data import eight_bits
 
 READERS = 4  # threads
+NOT_AN_IMAGE = "not an image file"
 
 
 class Found(NamedTuple):
@@ -47,7 +48,7 @@ def find_images(folder: Path, limit: int | None = None) -> Found:
     if not paths:
         raise ValueError(f"{folder} has no image files ({', '.join(IMG_EXTENSIONS)})")
     others = [path for path in files if path.suffix.lower() not in IMG_EXTENSIONS]
-    skipped = [Skipped(str(path), "not an image file") for path in others]
+    skipped = [Skipped(str(path), NOT_AN_IMAGE) for path in others]
     classes: list[str] = []
     if any(path.parent != folder for path in paths):
         classes = _folders(folder)

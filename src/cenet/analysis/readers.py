@@ -74,7 +74,7 @@ class Readers:
     """Follows the outputs of layers through one pass to the weights that read them.
 
     Attributes:
-        shared: layers whose output is added to something else, as on a residual connection.
+        shared: layers on a residual connection: activations of a sum, or added to something later.
     """
 
     def __init__(self) -> None:
@@ -84,6 +84,7 @@ class Readers:
         self._lost: set[str] = set()
         self._origins: Any = WeakIdKeyDictionary()
         self._outputs: Any = WeakIdKeyDictionary()  # of readers, whose norm may follow
+        self._sums: Any = WeakIdKeyDictionary()  # sums of two maps, as a set
 
     def squared_norms(self) -> dict[str, Tensor]:
         """By layer, the squared norm of the weights that read each channel, (C,).
@@ -98,14 +99,26 @@ class Readers:
                     found[piece.layer] = found.get(piece.layer, 0) + reading.of(piece)
         return found
 
-    def start(self, layer: str, channels: int, dim: int, output: Tensor) -> None:
+    def enter(self, layer: str, x: Tensor) -> None:
+        """Note what a layer activates."""
+        if self._sums.pop(x, False):
+            self.shared.add(layer)
+
+    def leave(self, layer: str, channels: int, dim: int, output: Tensor) -> None:
         """Follow the output of a layer from now on."""
         self._origins[output] = Origin(dim, (Piece(layer, 0, channels),))
 
     def add_shortcuts(self, tensors: Iterable[Any]) -> None:
-        """Note that these tensors are added to others inside a fused operator."""
+        """Note that these tensors are added to others."""
         for origin in self._known(tensors):
             self.shared.update(piece.layer for piece in origin.pieces)
+
+    def fused(self, layer: str | None, x: Tensor, others: Iterable[Any]) -> None:
+        """Take in an operator with a norm and a layer inside, and perhaps a residual connection."""
+        maps = [one for one in others if isinstance(one, Tensor) and one.shape == x.shape]
+        self.add_shortcuts(maps)
+        if maps and layer is not None:
+            self.shared.add(layer)
 
     def follow(self, name: str, args: Sequence[Any], result: Any, *, inside_norm: bool) -> None:
         """Take in one operator that has run.
@@ -174,6 +187,7 @@ class Readers:
         maps = [arg for arg in args[:2] if isinstance(arg, Tensor) and arg.shape == result.shape]
         if len(maps) == 2:
             self.add_shortcuts(maps)
+            self._sums[result] = True
             return None
         found = self._known(maps)
         return found[0] if found else None

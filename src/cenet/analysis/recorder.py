@@ -24,7 +24,7 @@ class Recorder(ActivationWatch):
         layers: their statistics.
         reads: by layer, the squared norm of the weights that read each channel, (C,). Layers that
             something else than convolutions and linear layers reads are left out.
-        shared: layers whose output is also added to another, as on a residual connection.
+        shared: layers on a residual connection: activations of a sum, or added to something later.
 
     >>> from torchvision.models import resnet18
     >>> model = resnet18().eval()

@@ -54,6 +54,8 @@ def find_examinee(
             option = "--pretrained" if pretrained else "--checkpoint"
             raise ValueError(f"{model} is a run with weights of its own; leave {option} away")
         return _of_run(Path(model))
+    if "/" in model and not model.startswith(("torchvision/", "timm/")):
+        raise ValueError(f"{model} is not a folder; give a run, a timm model or torchvision/NAME")
     if checkpoint is None:
         network = create_named(model, pretrained=pretrained)
     else:

@@ -8,14 +8,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cenet.analysis.diagnosis import Diagnosis, Layer
+from cenet.analysis.diagnosis import Diagnosis
+from cenet.analysis.images import NOT_AN_IMAGE
 
 CAPTION = (
-    "dormant: channels with at most 0.1 of their layer's mean activation. rare: channels that fire "
-    "in less than 1 % of the images. prunable: channels that contribute next to nothing. "
-    "dimensions: in how many the channels vary (participation ratio). corr.: mean |correlation| of "
-    "two channels. λ: share of decorrelation in CE. CE: in place, or a site where `insert_ce_` "
-    "would put it."
+    "ch.: channels. dormant: at most 0.1 of their layer's mean activation. rare: fire in less than "
+    "1 % of the images. prune: contribute next to nothing. dims: effective dimensions, the "
+    "participation ratio. corr.: mean |correlation| of two channels. λ: share of decorrelation in "
+    "CE. CE: in place, or a site where `insert_ce_` would put it."
 )
 
 
@@ -32,6 +32,8 @@ def print_summary(diagnosis: Diagnosis, notes: Sequence[str] = ()) -> None:
         console.print(f"  - {reason}", highlight=False, markup=False)
     if verdict.next_step is not None:
         console.print(f"Next step: {verdict.next_step}", highlight=False, markup=False)
+    if verdict.command is not None:
+        console.print(f"    {verdict.command}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _table(diagnosis: Diagnosis) -> Table:
@@ -41,20 +43,21 @@ def _table(diagnosis: Diagnosis) -> Table:
         title=escape(f"{found.model.name} on {found.data.images} images of {height}×{width}"),
         caption=CAPTION,
         box=SIMPLE_HEAD,
-        collapse_padding=True,
+        padding=(0, 1, 0, 0),
         pad_edge=False,
     )
-    table.add_column("layer", overflow="fold")
-    numbers = ("map", "channels", "dormant", "rare", "prunable", "dimensions", "corr.", "λ")
+    table.add_column("layer", overflow="fold", ratio=1)
+    with_ce = any(layer.has_ce for layer in found.layers)
+    numbers = ["map", "ch.", "dormant", "rare", "prune", "dims", "corr.", *(["λ"] * with_ce)]
     for column in numbers:
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("CE", no_wrap=True)
     for layer in found.layers:
         table.add_row(
             escape(layer.name), f"{layer.height}×{layer.width}", str(layer.channels),
-            _count(layer, layer.dormant), str(len(layer.rare) or ""),
-            str(len(layer.prunable) or ""), _number(layer.participation_ratio, ".1f"),
-            _number(layer.correlation), _number(layer.mix),
+            str(len(layer.dormant)), str(len(layer.rare)), str(len(layer.prunable)),
+            _number(layer.participation_ratio, ".1f"), _number(layer.correlation),
+            *([_number(layer.mix)] * with_ce),
             "in place" if layer.has_ce else "site" if layer.ce_site else "",
         )  # fmt: skip
     return table
@@ -64,7 +67,8 @@ def findings(diagnosis: Diagnosis) -> list[str]:
     """Accuracy, ablation, importance and files: what the verdict does not say."""
     found, lines = diagnosis, []
     if found.accuracy is not None:
-        lines.append(f"Top-1 {found.accuracy.top1:.2%}, top-5 {found.accuracy.top5:.2%}.")
+        top5 = f", top-5 {found.accuracy.top5:.2%}" if found.accuracy.classes > 5 else ""
+        lines.append(f"Top-1 {found.accuracy.top1:.2%}{top5}.")
     if found.ablation is not None:
         curve = found.ablation
         whole, half = fmean(curve.top1[0]), fmean(curve.top1[5])
@@ -84,16 +88,15 @@ def findings(diagnosis: Diagnosis) -> list[str]:
         f"{found.threshold:g}), mean of the first six layers: {_number(found.first_six, '.1%')}. "
         "This figure depends on the scale of the layers; the others do not."
     )
-    if found.data.skipped:
-        first = found.data.skipped[0]
+    images = [one for one in found.data.skipped if one.reason != NOT_AN_IMAGE]
+    others = len(found.data.skipped) - len(images)
+    if images:
         lines.append(
-            f"{len(found.data.skipped)} files were skipped, the first {first.path}: {first.reason}."
+            f"{len(images)} images were skipped, the first {images[0].path}: {images[0].reason}."
         )
+    if others:
+        lines.append(f"{others} files that are not images were skipped.")
     return lines
-
-
-def _count(layer: Layer, channels: tuple[int, ...]) -> str:
-    return f"{len(channels)} ({len(channels) / layer.channels:.0%})" if channels else ""
 
 
 def _number(value: float | None, form: str = ".2f") -> str:

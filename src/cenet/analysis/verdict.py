@@ -1,17 +1,20 @@
 """The verdict of a diagnosis: what its measurements say, and what to do next.
 
 It rests on measures that rescaling a layer cannot move. The limits are conventions, not results:
-300 images bound the firing of a silent channel by 1 % (the rule of three), pruning is worth its
-trouble from 1 % of a network's channels on, and a layer whose channels vary in fewer than a quarter
-as many dimensions as it has channels is called redundant.
+300 images bound the firing of a silent channel by 1 % (the rule of three), a covariance needs ten
+values for each channel, pruning is worth its trouble from 1 % of a network's channels on, and a
+layer with fewer effective dimensions than a quarter of its channels is called redundant.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import sqrt
 
 from cenet.analysis.channels import DORMANT, DORMANT_STRICT, RARE
-from cenet.analysis.diagnosis import Layer, Removal, Verdict
+from cenet.analysis.diagnosis import Accuracy, Layer, Removal, Verdict
 
 ENOUGH_IMAGES = 300
+VALUES_PER_CHANNEL = 10
 WORTH_PRUNING = 0.01
 REDUNDANT = 0.25
 HARMLESS = 0.01  # relative rise of the loss that is not worth speaking of
@@ -21,78 +24,142 @@ UNTRAINED = Verdict(
     "untrained",
     "The weights are random: what the channels do now says nothing about the trained network.",
     (),
-    "give the trained weights, with --checkpoint FILE or --pretrained",
+    "Give the trained weights, with --checkpoint FILE or --pretrained.",
+    None,
 )
-PRUNE = (
-    "prune the channels that diagnosis.json lists as layers[].prunable (in Python "
-    "`diagnosis.prunable`); docs/diagnose.md shows how under \"Pruning\""
-)  # fmt: skip
+CUT = (
+    "Cut them out of the layers that are not on a residual connection, with torch-pruning for "
+    'example ("Pruning" in docs/diagnose.md). The command lists them.'
+)
+LIST = 'cenet.analysis.Diagnosis.read(Path("diagnosis.json")).prunable'
 MEASURE_CE = (
-    "CE decorrelates the channels of a layer, which raises this number. Accuracy may rise with it "
-    "or not (docs/results.md): train with and without, and compare."
+    "CE decorrelates channels, so that they vary in more dimensions. That does not have to raise "
+    "accuracy: in our runs of VGG-16 on CIFAR-10 it did not (docs/results.md)."
 )
 
 
-def judge(
-    layers: Sequence[Layer],
-    images: int,
-    *,
-    untrained: bool,
-    removal: Removal | None,
-    try_ce: str | None = None,
-) -> Verdict:
-    """The verdict on measured layers.
+@dataclass(frozen=True)
+class Evidence:
+    """What a verdict rests on.
 
-    Args:
+    Attributes:
         layers: in the order of execution.
         images: on how many images they were measured.
         untrained: whether the weights are those the network was made with.
+        accuracy: on the labelled images.
         removal: what happened without all prunable channels, if that was measured.
-        try_ce: the command that trains this network with CE; by default a line of Python.
+        sites: norms behind which insert_ce_ puts CE by default.
+        train_with_ce: the command that trains this network with CE, if there is one.
     """
-    if untrained:
+
+    layers: Sequence[Layer]
+    images: int
+    untrained: bool
+    accuracy: Accuracy | None
+    removal: Removal | None
+    sites: Sequence[str]
+    train_with_ce: str | None = None
+
+
+def judge(found: Evidence) -> Verdict:
+    """The first verdict that applies."""
+    if found.untrained:
         return UNTRAINED
-    evidence = (*_evidence(layers), _confidence(layers, images))
-    prunable = [layer for layer in layers if layer.prunable]
-    if _count(layers, "prunable") >= WORTH_PRUNING * _channels(layers):
-        what = (
-            f"{_count(layers, 'prunable')} of {_channels(layers)} channels contribute next to "
-            f"nothing ({_named(prunable, lambda layer: len(layer.prunable))})"
-        )
-        if images < ENOUGH_IMAGES:
-            return Verdict(
-                "more images", f"{what}, but {images} images are too few to be sure.", evidence,
-                f"measure again on at least {ENOUGH_IMAGES} images",
-            )  # fmt: skip
-        measured = () if removal is None else (_removed(removal),)
-        if removal is None or _is_harmless(removal):
-            reasons = (*measured, *_shared(prunable), *evidence)
-            return Verdict("prune", f"{what}: prune them.", reasons, PRUNE)
-        evidence = (f"{what}, but together they matter. {_removed(removal)}", *evidence)
-    places = [layer for layer in layers if _is_redundant(layer) and _takes_ce(layer)]
-    if places:
-        headline = (
-            f"No channel needs pruning. {len(places)} of {len(layers)} layers are redundant and "
-            "have no CE: their channels vary in fewer than a quarter as many dimensions "
-            f"({_named(places, _dimensions)}). Try CE there."
-        )
-        norms = [layer.norm for layer in places]
-        python = (
-            f'cenet.insert_ce_(model, lambda norm, name: name in {norms}, start="identity"), '
-            "then fine-tune"
-        )
-        return Verdict("try CE", headline, (MEASURE_CE, *evidence), try_ce or python)
-    held = sum(layer.has_ce for layer in layers)
-    ce = f" CE is in {held} of {len(layers)} layers already." if held else ""
-    return Verdict("nothing to do", f"No channel needs pruning.{ce}", evidence, None)
+    for rule in (_at_chance, _prune, _try_ce):
+        verdict = rule(found)
+        if verdict is not None:
+            return verdict
+    held = sum(layer.has_ce for layer in found.layers)
+    ce = f" CE is in {held} of {len(found.layers)} layers already." if held else ""
+    return Verdict("nothing to do", f"{_pruning(found)}{ce}", _reasons(found), None, None)
 
 
-def _evidence(layers: Sequence[Layer]) -> list[str]:
+def _at_chance(found: Evidence) -> Verdict | None:
+    """Whether the network does no better than guessing, within two standard errors."""
+    if found.accuracy is None or found.accuracy.classes < 2:
+        return None
+    chance = 1 / found.accuracy.classes
+    if found.accuracy.top1 > chance + 2 * sqrt(chance * (1 - chance) / found.images):
+        return None
+    return Verdict(
+        "at chance",
+        f"Top-1 is {_percent(found.accuracy.top1)} with {found.accuracy.classes} classes, no "
+        "better than guessing: what the channels do says little yet.",
+        _reasons(found),
+        "Check the weights, the order of the classes and the preprocessing of the images.",
+        None,
+    )
+
+
+def _prune(found: Evidence) -> Verdict | None:
+    if not _is_worth_pruning(found):
+        return None
+    prunable = [layer for layer in found.layers if layer.prunable]
+    headline = f"{_share(found.layers, 'prunable')} contribute next to nothing"
+    where = f"Prunable: {_named(prunable, lambda layer: len(layer.prunable))}."
+    if found.images < ENOUGH_IMAGES:
+        return _more_images(f"{headline}, but {found.images} images are too few to be sure.",
+                            (where, *_reasons(found)))  # fmt: skip
+    if found.removal is not None and not _is_harmless(found.removal):
+        return None
+    measured = () if found.removal is None else (_removed(found.removal),)
+    reasons = (where, *measured, *_shared(prunable), *_reasons(found))
+    return Verdict("prune", f"{headline}: prune them.", reasons, CUT, LIST)
+
+
+def _try_ce(found: Evidence) -> Verdict | None:
+    open_sites = [layer for layer in found.layers if layer.ce_site and not layer.has_ce]
+    low = [layer for layer in open_sites if _is_redundant(layer)]
+    known = [layer for layer in low if _is_measured(layer, found.images)]
+    if not low:
+        return None
+    if not known or found.images < ENOUGH_IMAGES:
+        few = min(low, key=lambda layer: layer.height * layer.width / layer.channels)
+        values = found.images * few.height * few.width
+        return _more_images(
+            f"{_pruning(found)} Whether channels are redundant takes more than {found.images} "
+            f"images to say: {few.name} has {values} values for each of {few.channels} channels.",
+            _reasons(found),
+        )
+    headline = (
+        f"{_pruning(found)} CE has something to decorrelate in {len(known)} of the "
+        f"{len(open_sites)} layers where it could go."
+    )
+    where = f"Effective dimensions below a quarter of the channels: {_named(known, _dimensions)}."
+    step = "Train with and without CE, and compare."
+    command = found.train_with_ce
+    if command is None:
+        norms = [layer.norm for layer in known]
+        choice = f", lambda norm, name: name in {norms}" if set(norms) != set(found.sites) else ""
+        step = "Insert CE, which leaves the outputs as they are, fine-tune, and compare."
+        command = f'cenet.insert_ce_(model{choice}, start="identity")'
+    reasons = (where, MEASURE_CE, *_reasons(found))
+    return Verdict("try CE", f"{headline} Try it there.", reasons, step, command)
+
+
+def _more_images(headline: str, reasons: Sequence[str]) -> Verdict:
+    step = f"Measure again on at least {ENOUGH_IMAGES} images."
+    return Verdict("more images", headline, tuple(reasons), step, None)
+
+
+def _pruning(found: Evidence) -> str:
+    if not _count(found.layers, "prunable"):
+        return "No channel is prunable."
+    share = _share(found.layers, "prunable")
+    if not _is_worth_pruning(found):
+        return f"Pruning is not worth it: {share} contribute next to nothing."
+    assert found.removal is not None
+    return f"{share} contribute next to nothing alone, but not together. {_removed(found.removal)}"
+
+
+def _reasons(found: Evidence) -> tuple[str, ...]:
+    """What was measured, and how sure it is."""
+    layers = found.layers
     lines = [
-        f"{_share(layers, 'dormant')} are dormant: at most {DORMANT:g} of the mean activation of "
-        f"their layer{_where(layers, 'dormant')}.",
-        f"{_share(layers, 'dormant_strict')} are at most {DORMANT_STRICT:g} of it.",
-        f"{_share(layers, 'rare')} fire in less than {_percent(RARE, 0)} of the images.",
+        f"{_share(layers, 'dormant')} are dormant: their mean activation is at most {DORMANT:g} of "
+        f"their layer's mean{_where(layers, 'dormant')}; {_count(layers, 'dormant_strict')} of "
+        f"them are at most {DORMANT_STRICT:g}. {_share(layers, 'rare')} fire in less than "
+        f"{_percent(RARE, 0)} of the images.",
     ]
     for name, meaning in (
         ("saturated", "are active but stuck at one value"),
@@ -108,20 +175,16 @@ def _evidence(layers: Sequence[Layer]) -> list[str]:
     if shares:
         mean = _percent(sum(shares) / len(shares), 0)
         lines.append(
-            f"The channels of a layer vary in {mean} as many dimensions as there are channels "
-            "(participation ratio, mean over layers)."
+            f"Effective dimensions (participation ratio) / channels: {mean} on average over layers."
         )
-    return lines
-
-
-def _confidence(layers: Sequence[Layer], images: int) -> str:
-    bound = min(1.0, 3 / max(images, 1))
+    bound = _percent(min(1.0, 3 / max(found.images, 1)))
     undecided = sum(layer.undecided for layer in layers)
-    return (
-        f"Measured on {images} images: a channel that fired in none of them fires in at most "
-        f"{_percent(bound)} of such images (95 % confidence); {undecided} of {_channels(layers)} "
+    lines.append(
+        f"Measured on {found.images} images: a channel that fired in none of them fires in at "
+        f"most {bound} of such images (95 % confidence); {undecided} of {_channels(layers)} "
         "channels are within two standard errors of the limit of dormancy."
     )
+    return tuple(lines)
 
 
 def _removed(removal: Removal) -> str:
@@ -132,16 +195,24 @@ def _removed(removal: Removal) -> str:
     )
 
 
-def _is_harmless(removal: Removal) -> bool:
-    rise = removal.loss_without - removal.loss
-    return rise <= max(2 * removal.loss_error, HARMLESS * removal.loss)
-
-
 def _shared(prunable: Sequence[Layer]) -> tuple[str, ...]:
     names = [layer.name for layer in prunable if layer.shared]
     if not names:
         return ()
-    return (f"{_listed(names)}: added to other layers, which must lose the same channels.",)
+    return (
+        f"On a residual connection, where all layers that are added must lose the same channels: "
+        f"{_listed(names)}.",
+    )
+
+
+def _is_worth_pruning(found: Evidence) -> bool:
+    count = _count(found.layers, "prunable")
+    return count > 0 and count >= WORTH_PRUNING * _channels(found.layers)
+
+
+def _is_harmless(removal: Removal) -> bool:
+    rise = removal.loss_without - removal.loss
+    return rise <= max(2 * removal.loss_error, HARMLESS * removal.loss)
 
 
 def _is_redundant(layer: Layer) -> bool:
@@ -149,8 +220,9 @@ def _is_redundant(layer: Layer) -> bool:
     return ratio is not None and ratio < REDUNDANT * layer.channels
 
 
-def _takes_ce(layer: Layer) -> bool:
-    return layer.ce_site and not layer.has_ce
+def _is_measured(layer: Layer, images: int) -> bool:
+    """Whether there are enough values for a covariance of so many channels."""
+    return images * layer.height * layer.width >= VALUES_PER_CHANNEL * layer.channels
 
 
 def _dimensions(layer: Layer) -> str:
@@ -180,7 +252,7 @@ def _where(layers: Sequence[Layer], name: str) -> str:
 
 
 def _named(layers: Sequence[Layer], number: Callable[[Layer], object]) -> str:
-    return _listed([f"{layer.name}: {number(layer)}" for layer in layers])
+    return _listed([f"{layer.name} {number(layer)}" for layer in layers])
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -138,6 +138,8 @@ class ActivationWatch(TorchDispatchMode):
         site = None if activation is None else self._site(activation, x)
         if site is not None:
             self.before(site, x)
+            if self.readers is not None:
+                self.readers.enter(site.name, x)
         result = func(*args, **kwargs)
         if self.readers is not None:
             self.readers.follow(name, args, result, inside_norm=self._inside_norm())
@@ -175,7 +177,7 @@ class ActivationWatch(TorchDispatchMode):
             self.before(site, ops.before_activation(func, args))
         result = func(*args)
         if self.readers is not None:
-            self.readers.add_shortcuts(args[1:])
+            self.readers.fused(None if site is None else site.name, args[0], args[1:])
         if site is not None:
             self._finish(site, result if isinstance(result, Tensor) else result[0])
         return result
@@ -183,7 +185,7 @@ class ActivationWatch(TorchDispatchMode):
     def _finish(self, site: Site, y: Tensor) -> None:
         self.after(site, y)
         if self.readers is not None:
-            self.readers.start(site.name, site.channels, site.dim, y)
+            self.readers.leave(site.name, site.channels, site.dim, y)
 
     def _site(self, activation: str, x: Tensor) -> Site | None:
         name = self._name(activation)

@@ -16,8 +16,8 @@ Measure = Callable[[Layer], float | None]
 Measured = tuple[str, Kind, Measure]
 NONE = "none in any layer"
 SCALE = (
-    "It depends on the scale of the layer, which the next convolution and norm undo: multiplying "
-    "the output of a layer by a constant changes this figure and nothing else."
+    "It depends on the scale of the layer: multiplying its output by a constant and dividing the "
+    "weights that read it changes this figure, and nothing that the network computes."
 )
 
 
@@ -60,8 +60,7 @@ def participation_figure(sources: Sequence[Source]) -> Figure | None:
 def gamma_figure(sources: Sequence[Source]) -> Figure | None:
     """Share of channels by layer whose norm scales them to almost nothing."""
     caption = (
-        "Share of channels that their norm multiplies by less than 0.01: what the norm adds hardly "
-        "depends on the image (behind an addition, the shortcut still does); "
+        "Share of channels whose |γ| is below 0.01, so that the norm's output is almost constant; "
         f"{_most(sources, _small_gamma)}."
     )
     return _by_layer(

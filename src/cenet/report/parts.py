@@ -108,13 +108,11 @@ class Fact:
         name: what is measured.
         meaning: in a few words.
         values: one per run, ready to read.
-        best: the runs with the best value, where one is better than another.
     """
 
     name: str
     meaning: str
     values: tuple[str, ...]
-    best: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -154,7 +152,8 @@ class Verdict:
         run: its number.
         headline: one sentence.
         reasons: a sentence each.
-        next_step: a command or a line of Python.
+        next_step: what to do.
+        command: how, in a shell or in Python.
         sites: norms after which insert_ce_ would put CE.
         with_ce: layers that have CE already.
     """
@@ -163,6 +162,7 @@ class Verdict:
     headline: str
     reasons: tuple[str, ...] = ()
     next_step: str | None = None
+    command: str | None = None
     sites: tuple[str, ...] = ()
     with_ce: tuple[str, ...] = ()
 

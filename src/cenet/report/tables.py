@@ -21,13 +21,11 @@ SMALLEST = 32  # side of an image in which Grad-CAM shows something
 LONGEST = 14  # letters of a checkpoint
 SKIPPED = "These files could not be read as images and are not in any number above."
 LAYERS = (
-    "Channels are counted. Rare: they fire in less than 1 % of the images. Dimensions: "
-    "participation ratio as a share of the channels. Corr.: mean absolute correlation of two "
+    "Channels are counted. Rare: they fire in less than 1 % of the images. Dims / ch.: effective "
+    "dimensions (participation ratio) / channels. Corr.: mean absolute correlation of two "
     "channels. CE: in place, or a site where insert_ce_ would put it by default."
 )
 DIFFER = "Rows that differ between runs come first and are marked."
-
-Better = Callable[[list[float]], float]
 
 
 def verdicts(sources: Sequence[Source]) -> tuple[Verdict, ...]:
@@ -40,7 +38,11 @@ def verdicts(sources: Sequence[Source]) -> tuple[Verdict, ...]:
         taken = {layer.norm for layer in layers if layer.has_ce}
         sites = tuple(site for site in source.diagnosis.sites if site not in taken)
         with_ce = tuple(layer.name for layer in layers if layer.has_ce)
-        found.append(Verdict(run, said.headline, said.reasons, said.next_step, sites, with_ce))
+        found.append(
+            Verdict(
+                run, said.headline, said.reasons, said.next_step, said.command, sites, with_ce
+            )
+        )  # fmt: skip
     return tuple(found)
 
 
@@ -49,10 +51,10 @@ def facts(sources: Sequence[Source]) -> tuple[Fact, ...]:
     rows = [
         _fact(
             "test top-1", "after the last epoch of training", sources,
-            lambda s: _last(s, "test_top1"), "percent", max,
+            lambda s: _last(s, "test_top1"), "percent",
         ),
-        _fact("top-1", "on the images measured", sources, _accuracy("top1"), "percent", max),
-        _fact("top-5", "on the images measured", sources, _accuracy("top5"), "percent", max),
+        _fact("top-1", "on the images measured", sources, _accuracy("top1"), "percent"),
+        _fact("top-5", "on the images measured", sources, _accuracy("top5"), "percent"),
         _fact(
             "dormant channels", f"activity at most {DORMANT:g} of the layer's mean", sources,
             _share(lambda layer: layer.dormant), "percent",
@@ -78,7 +80,7 @@ def facts(sources: Sequence[Source]) -> tuple[Fact, ...]:
             _share(lambda layer: layer.saturated), "percent",
         ),
         _fact(
-            "participation ratio", "effective dimensions, share of the channels, mean of layers",
+            "effective dimensions / channels", "participation ratio, mean of layers",
             sources, mean_participation, "percent",
         ),
         _fact(
@@ -168,7 +170,6 @@ def _fact(
     sources: Sequence[Source],
     measure: Callable[[Source], float | None],
     kind: Kind,
-    better: Better | None = None,
 ) -> Fact | None:
     values = [measure(source) for source in sources]
     known = [value for value in values if value is not None]
@@ -176,11 +177,7 @@ def _fact(
         return None
     brief = kind == "number"
     shown = tuple(show(value, kind, brief=brief) for value in values)
-    best: frozenset[int] = frozenset()
-    if better is not None and len({text for text in shown if text != MISSING}) > 1:
-        top = show(better(known), kind, brief=brief)
-        best = frozenset(run for run, text in enumerate(shown) if text == top)
-    return Fact(name, meaning, shown, best)
+    return Fact(name, meaning, shown)
 
 
 def _last(source: Source, name: str) -> float | None:
@@ -238,7 +235,7 @@ def _layers(source: Source) -> Table:
     heads: tuple[tuple[str, Kind], ...] = (
         ("#", "number"), ("layer", "text"), ("norm", "text"), ("channels", "number"),
         ("size", "text"), ("dormant", "number"), ("rare", "number"), ("saturated", "number"),
-        ("duplicates", "number"), ("prunable", "number"), ("dimensions", "percent"),
+        ("duplicates", "number"), ("prunable", "number"), ("dims / ch.", "percent"),
         ("corr.", "number"), ("|γ| < 0.01", "percent"), ("CE", "text"), ("λ", "number"),
         ("inhibited", "number"),
     )  # fmt: skip

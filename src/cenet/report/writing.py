@@ -115,7 +115,7 @@ def _about(source: Source) -> str:
     said, found = [], source.diagnosis
     if source.recipe:
         said.append(f"{source.recipe.get('network')} ({source.recipe.get('block')})")
-    elif found:
+    elif found and found.model.name != source.name:
         said.append(found.model.name)
     if source.metrics:
         said.append(f"{count(len(source.metrics), 'epoch')} of training")
