@@ -20,22 +20,20 @@ from torch import Tensor, nn
 
 import cenet.analysis.channels as measures
 from cenet.analysis import Recorder
-from cenet.analysis.statistics import LayerStatistics, _parts, pooled
+from cenet.analysis.statistics import LayerStatistics, pooled
 from cenet.models.lookup import create_named
 
 TARGET = 0.10
 
 
 def see_after_without(self: LayerStatistics, y: Tensor) -> None:
-    """As before the new measures: absolute values and the map of magnitudes."""
+    """Absolute values and the map of magnitudes alone."""
     self.size = (y.shape[2], y.shape[3])
     self.images += len(y)
     self.outputs += y.numel() // y.shape[1]
-    for part in _parts(y):
-        values = part.double()
-        self.abs_sum += values.abs().sum((0, 2, 3))
-        lengths = torch.linalg.vector_norm(values, dim=1)
-        self.magnitude_sum += pooled(lengths, self.magnitude_sum).sum(0)
+    values = y if y.dtype == torch.float64 else y.float()
+    self.abs_sum += torch.linalg.vector_norm(values, 1, (2, 3)).sum(0, dtype=torch.float64)
+    self.magnitude_sum += pooled(measures.channel_magnitude(values), self.magnitude_sum).sum(0)
 
 
 class Without(Recorder):

@@ -171,7 +171,7 @@ def run_row(found: Diagnosis, metrics: list[dict[str, Any]]) -> dict[str, Any]:
         row[f"{name}_first_six"] = first
         row[name] = sum(len(getattr(layer, name)) for layer in layers) / channels
     row["weak_contribution"] = weak(layers) / channels
-    row["participation_share"] = fmean((la.participation_ratio or 0) / la.channels for la in layers)
+    row["participation_share"] = fmean(layer.participation_share or 0 for layer in layers)
     row["correlation"] = fmean(layer.correlation or 0 for layer in layers)
     row["mean_activation"] = fmean(fmean(layer.mean_abs) for layer in layers)
     mixes = [layer.mix for layer in layers if layer.mix is not None]
@@ -190,7 +190,7 @@ def layer_row(layer: Layer) -> dict[str, Any]:
     row: dict[str, Any] = {"layer": layer.name, "channels": layer.channels}
     row |= {name: len(getattr(layer, name)) / layer.channels for name in COUNTED}
     row["weak_contribution"] = weak([layer]) / layer.channels
-    row["participation_share"] = (layer.participation_ratio or 0) / layer.channels
+    row["participation_share"] = layer.participation_share or 0
     row["correlation"] = layer.correlation
     row["mean_activation"] = fmean(layer.mean_abs)
     row["lambda"] = "" if layer.mix is None else layer.mix

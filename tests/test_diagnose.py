@@ -71,6 +71,8 @@ def test_untouched_networks(name, layers, sites, folder, tmp_path, capsys):
     text = capsys.readouterr().out
     assert f"{name} on 12 images of 64×64" in text
     assert "there is no accuracy" in " ".join(text.split())
+    assert found.verdict.kind == "untrained"
+    assert (found.gradcam, found.prunable) == ((), {})
 
 
 def test_corrupt_and_foreign_files_are_counted(folder, tmp_path, capsys):
@@ -218,6 +220,7 @@ def test_the_layer_to_ablate():
 
 
 def test_how_many_images_are_ablated(monkeypatch):
+    assert (examination.ABLATION_IMAGES, examination.ABLATION_IMAGES_SLOW) == (512, 128)
     for name, value in {"ABLATION_IMAGES": 12, "ABLATION_IMAGES_SLOW": 5, "SMALL": 64}.items():
         monkeypatch.setattr(examination, name, value)
     model = Tangled().eval()
@@ -226,10 +229,70 @@ def test_how_many_images_are_ablated(monkeypatch):
         batch = (images(count, size), torch.arange(count) % 4)
         return cenet.diagnose(model, [batch], **options).ablation.images
 
-    assert ablated(20, 8) == 12
+    assert ablated(20, 8) == 12  # and not all
     assert ablated(7, 8) == 7
     assert ablated(20, 9) == 5
     assert ablated(20, 9, ablation_images=6) == 6
+
+
+def test_removal_is_measured_over_the_same_images():
+    torch.manual_seed(0)
+    model = Planted(torch.randn(9, 3))
+    with torch.no_grad():
+        model.conv.weight[:2] *= 0.005
+    x, y = images(20), torch.arange(20) % 2
+    found = cenet.diagnose(model, [(x, y)])
+    assert found.prunable == {"act": (0, 1)}
+    without = deepcopy(model)
+    with torch.no_grad():
+        without.conv.weight[:2] = 0
+        losses = [nn.functional.cross_entropy(m(x).double(), y, reduction="none")
+                  for m in (model, without)]  # fmt: skip
+    difference = losses[1] - losses[0]
+    assert found.removal.loss == pytest.approx(losses[0].mean().item())
+    assert found.removal.loss_without == pytest.approx(losses[1].mean().item())
+    assert found.removal.loss_error == pytest.approx(difference.std().item() / 20**0.5, rel=1e-4)
+    assert cenet.diagnose(model, [(x[:1], y[:1])]).removal is None
+
+
+def test_the_least_important_channels_go_first():
+    weight = torch.zeros(10, 3)
+    weight[:, 1:] = 0.1 * torch.randn(10, 2)
+    weight[3] = torch.tensor([1.0, 0, 0])
+    model = Planted(weight)
+    with torch.no_grad():
+        model.head.weight.zero_()
+        model.head.weight[1, 3] = 1
+        model.head.bias.copy_(torch.tensor([0.1, 0.0]))
+    x, y = images(40), torch.arange(40) % 2
+    x[:, 0] = 2.0 * y[:, None, None] - 1
+    found = cenet.diagnose(model, [(x, y)])
+    assert found.ablation.least_important_first == (1.0,) * 10
+    assert found.importance.gini == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize("label", [-1, 7])
+def test_labels_that_are_no_class(label):
+    labels = torch.tensor([0, 1, 2, 3, 0, label])
+    with pytest.raises(ValueError, match=f"labels must be from 0 to 3, .* 4 outputs; got {label}"):
+        cenet.diagnose(Tangled(), [(images(), labels)], ablation_images=0)
+
+
+def test_labels_of_any_whole_type_and_masked_classes(tmp_path):
+    class Masked(Tangled):
+        def forward(self, x):
+            return super().forward(x).index_fill(1, torch.tensor([3]), -torch.inf)
+
+    found = cenet.diagnose(Masked(), [(images(), torch.arange(6, dtype=torch.int32) % 3)])
+    found.write(tmp_path / "diagnosis.json")
+    assert Diagnosis.read(tmp_path / "diagnosis.json") == found
+
+    class Broken(Tangled):
+        def forward(self, x):
+            return super().forward(x) * torch.nan
+
+    with pytest.raises(ValueError, match="the network returns NaN"):
+        cenet.diagnose(Broken(), [(images(), torch.arange(6) % 3)])
 
 
 def test_networks_with_ce():

@@ -8,6 +8,7 @@ from torch import nn
 
 import cenet
 from _planted import Planted, Tangled, images
+from _shards import record
 from cenet.analysis import (
     bias_statistics,
     channel_correlation,
@@ -49,8 +50,13 @@ def test_activity_is_relative_to_the_layer():
 
 def test_contribution_is_activity_times_the_norm_of_the_weights():
     activity = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
-    found = contribution(activity, torch.tensor([36.0, 4.0, 0.0]))
+    found = contribution(activity, torch.tensor([[36.0, 4.0, 0.0]]))
     assert found.tolist() == pytest.approx([1.8, 1.2, 0])
+    # of two readers the one that the channel reaches most, whatever their scales
+    both = contribution(activity, torch.tensor([[36.0, 4.0, 0.0], [0.0, 0.0, 1e-6]]))
+    assert both.tolist() == pytest.approx([1.8, 1.2, 3])
+    with pytest.raises(ValueError, match=r"must be \(readers, 3\), got \(3,\)"):
+        contribution(activity, torch.ones(3))
 
 
 def test_participation_ratio():
@@ -74,7 +80,7 @@ def test_duplicates_are_the_same_but_for_a_positive_factor():
         base[0] + 2,  # so it does of this
         base[1],
         base[1] + 0.1 * base[2],  # repeats 4: correlation 0.995
-        base[1] + 0.3 * base[2],  # does not: 0.958
+        base[1] + 0.2 * base[2],  # does not: 0.98
         torch.ones(4000),  # constant
         torch.ones(4000),
     ])  # fmt: skip
@@ -82,11 +88,16 @@ def test_duplicates_are_the_same_but_for_a_positive_factor():
     assert found.nonzero().flatten().tolist() == [1, 5]
 
 
+def test_of_a_chain_of_neighbours_only_what_repeats_a_kept_channel_counts():
+    angles = torch.tensor([0.0, 0.13, 0.26])  # cosines 0.99 and 0.97
+    rows = torch.stack([angles.cos(), angles.sin()], 1).double()
+    assert duplicates(torch.zeros(3), rows @ rows.T).tolist() == [False, True, False]
+
+
 def test_saturated_channels_are_active_and_stuck():
-    mean = torch.tensor([0.0, 1.0, 1.0, 100.0])
-    assert saturated(mean, torch.tensor([0.0, 0.0, 0.02, 0.9])).tolist() == [
-        False, True, False, True,
-    ]  # fmt: skip
+    mean = torch.tensor([0.0, 1.0, 1.0, 100.0, 100.0], dtype=torch.float64)
+    deviation = torch.tensor([0.0, 0.0, 0.015, 0.9, 1.0], dtype=torch.float64)
+    assert saturated(mean, deviation).tolist() == [False, True, False, True, True]
 
 
 def apart(count):
@@ -101,23 +112,55 @@ def test_planted_channels_are_found_exactly():
     weight, bias = apart(12), torch.zeros(12)
     weight[2], bias[2] = 0, -1  # dead
     weight[4] *= 0.01  # hardly anything
-    weight[5] *= 0.08  # weak
+    weight[5] *= 0.04  # weak
     weight[7] = 2.5 * weight[0]  # repeats 0
     weight[9], bias[9] = 0, 1.0  # stuck at one
-    weight[10], bias[10] = torch.tensor([8.0, 0, 0]), -60.0  # for one image in two hundred
+    weight[10], bias[10] = torch.tensor([2.0, 0, 0]), -60.0  # for one image in two hundred
+    weight[11], bias[11] = torch.tensor([0, 2.0, 0]), -60.0  # for one in a hundred
     x = images(400, 6).clamp(-3, 3)
     x[[17, 230], 0, 2, 2] = 40
+    x[[5, 80, 150, 390], 1, 2, 2] = 40
     found = cenet.diagnose(Planted(weight, bias), x.split(64))
     (layer,) = found.layers
-    assert layer.dormant_strict == (2, 4)
-    assert layer.dormant == (2, 4, 5, 10)
-    assert layer.rare == (2, 10)
+    assert layer.dormant_strict == (2, 4, 10, 11)
+    assert layer.dormant == (2, 4, 5, 10, 11)
+    assert 0.03 < layer.activity[5] < 0.1
+    assert layer.rare == (2, 10)  # 11 fires in just 1 %
     assert layer.firing[10] == 2 / 400
     assert layer.saturated == (9,)
     assert layer.duplicates == (7,)
     assert layer.constant == 2
-    # 10 is weak on average, but strong in the two images it is for
+    # 10 and 11 are weak on average, but strong in the few images they are for
     assert layer.prunable == (2, 4)
+
+
+def test_a_channel_fires_where_one_pixel_is_positive():
+    model = nn.Sequential(nn.Identity(), nn.GELU())
+    x = torch.full((2, 1, 4, 4), -0.5)
+    x[0, 0, 1, 1] = 0.01
+    (layer,) = cenet.diagnose(model, [x]).layers
+    assert layer.firing == (0.5,)
+
+
+def test_wide_layers_name_their_own_channels(monkeypatch):
+    monkeypatch.setattr("cenet.analysis.statistics.WIDEST", 4)
+    monkeypatch.setattr("cenet.analysis.diagnosis.WIDEST", 4)
+    weight = apart(8)
+    weight[6] = 2 * weight[2]
+    (layer,) = cenet.diagnose(Planted(weight), [images(40)]).layers
+    assert layer.duplicates == (6,)
+    assert layer.participation_share == layer.participation_ratio / 4
+
+
+def test_images_of_different_sizes_have_one_standard_error():
+    model = Planted(apart(5))
+    small, large = images(6, 4), 3 * images(7, 9, seed=1)
+    recorder = record(model, small, large)
+    with torch.no_grad():
+        each = [model.conv(x).relu().double().mean((2, 3)) for x in (small, large)]
+    means = torch.cat(each)
+    expected = means.std(0) / 13**0.5
+    assert recorder.layers["act"].mean_abs_error == pytest.approx(expected, rel=1e-5)
 
 
 def test_first_six_layers():

@@ -57,6 +57,19 @@ def test_values_of_planted_channels():
     assert values["act"]["correlation"] == pytest.approx((kept.sum().item() - 6) / 30, abs=1e-6)
 
 
+def test_dormant_channels_do_not_depend_on_scale():
+    looks = []
+    for factor in (1, 1e-3):
+        weight = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)) * factor
+        weight[4:6] *= 0.05
+        model = Planted(weight).train()
+        monitor = Monitor(model, to=lambda step, values: looks.append(values))
+        model(images())
+        monitor.close()
+    assert looks[0]["act"]["dormant_ratio"] == looks[1]["act"]["dormant_ratio"] == 0.25
+    assert looks[0]["act"]["inhibited_ratio"] < looks[1]["act"]["inhibited_ratio"]
+
+
 def test_large_maps_are_sampled_evenly():
     model = nn.Sequential(nn.Conv2d(3, 300, 1), nn.ReLU()).train()
     looks = []
@@ -70,6 +83,8 @@ def test_large_maps_are_sampled_evenly():
     every = torch.corrcoef(model[0](x).transpose(0, 1).flatten(1)).abs()
     expected = (every.sum().item() - 300) / (300 * 299)
     assert looks[0]["1"]["correlation"] == pytest.approx(expected, abs=0.02)
+    # three colours: three dimensions at most, of 150 channels that are looked at
+    assert looks[0]["1"]["participation_share"] == pytest.approx(3 / 150, rel=0.1)
 
 
 def test_a_compiled_network_trains_as_without():

@@ -84,12 +84,14 @@ def test_reads_are_the_squared_jacobian(name):
     found = record(model, images(2, 7, channels=6).double())
     expected = squared_jacobian(model, 6, 7)
     assert expected.min() > 0
-    assert found.reads["act"] == pytest.approx(expected, rel=TOLERANCE)
+    assert found.reads["act"][0] == pytest.approx(expected, rel=TOLERANCE)
 
 
 def reads_of(model, layer="act", size=8, channels=6):
-    torch.manual_seed(1)
-    return record(model.double().eval(), images(2, size, channels=channels).double()).reads[layer]
+    """The only reader of a layer."""
+    found = record(model.double().eval(), images(2, size, channels=channels).double())
+    (reads,) = found.reads[layer]
+    return reads
 
 
 def test_pooling_and_flattening():
@@ -139,15 +141,19 @@ def test_layers_that_are_joined_are_read_at_their_places():
 
 def test_a_gate_is_another_reader():
     model = Meeting("gated")
-    squares = [conv.weight.detach().double().square().sum((0, 2, 3))
-               for conv in (model.conv, model.squeeze)]  # fmt: skip
-    assert reads_of(model, "act1") == pytest.approx(squares[0] + squares[1], rel=TOLERANCE)
+    squares = [
+        conv.weight.detach().double().square().sum((0, 2, 3))
+        for conv in (model.squeeze, model.conv)
+    ]
+    found = record(model.double().eval(), images(2, 8, channels=6).double()).reads["act1"]
+    assert found == pytest.approx(torch.stack(squares), rel=TOLERANCE)
 
 
 def test_a_layer_may_be_read_twice():
     model = Meeting("read twice")
     squares = model.conv.weight.detach().double().square().sum((0, 2, 3))
-    assert reads_of(model, "act1") == pytest.approx(2 * squares, rel=TOLERANCE)
+    found = record(model.double().eval(), images(2, 8, channels=6).double()).reads["act1"]
+    assert found == pytest.approx(squares.expand(2, 6), rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("how", ["sliced", "multiplied", "added"])
@@ -182,8 +188,8 @@ def test_a_shortcut_is_noted_and_only_weights_count():
     scale = norm_scale(model.norm)
     squares = model.conv.weight.detach().square().sum((2, 3))
     expected = (squares * scale.square()[:, None]).sum(0)
-    assert found.reads["act1"] == pytest.approx(expected, rel=TOLERANCE)
-    assert found.reads["act2"] == pytest.approx(model.head.weight.detach().square().sum(0))
+    assert found.reads["act1"][0] == pytest.approx(expected, rel=TOLERANCE)
+    assert found.reads["act2"][0] == pytest.approx(model.head.weight.detach().square().sum(0))
 
 
 def test_many_passes_count_once():
@@ -208,7 +214,126 @@ def test_a_pass_that_fails_is_not_taken_for_the_whole():
     with torch.no_grad(), recorder:
         model(images(2, 7, channels=6).double())
     expected = model.reader.weight.detach().square().sum((0, 2, 3))
-    assert recorder.reads["act"] == pytest.approx(expected, rel=TOLERANCE)
+    assert recorder.reads["act"][0] == pytest.approx(expected, rel=TOLERANCE)
+
+
+class Two(nn.Module):
+    """A layer that a convolution reads, and something else beside it."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.act, self.conv, self.other = nn.ReLU(), nn.Conv2d(6, 5, 1), other
+        self.scale = nn.Parameter(torch.rand(6) + 0.5)
+        self.more = nn.Conv2d(6, 5, 1)
+        self.bn, self.plain = statistics_(nn.BatchNorm2d(6)), nn.BatchNorm2d(6, affine=False)
+        self.wide, self.flat = nn.Linear(8, 3), nn.Linear(6 * 64, 2)
+        self.after = statistics_(nn.BatchNorm2d(5))
+
+    def forward(self, x):
+        a = self.act(x)
+        return self.conv(a), self.other(self, a)
+
+
+UNKNOWN = {
+    "a slice": lambda m, a: a[:, :3].sum(),
+    "a product": lambda m, a: m.more(a * a.roll(1, 2)),
+    "more channels": lambda m, a: functional.pad(a, (0, 0, 0, 0, 0, 1)),
+    "joined flat": lambda m, a: torch.cat([a.flatten(1), a.flatten(1)], 1),
+    "joined scaled": lambda m, a: torch.cat([m.bn(a), a], 1),
+    "a weight": lambda m, a: functional.conv2d(torch.ones(1, 6, 8, 8).double(), a[:1] * 1.0),
+    "another dimension": lambda m, a: m.wide(a),
+    "a divisor": lambda m, a: m.more(1 / (a + 1)),
+    "a mean of channels": lambda m, a: a.mean(1),
+    "a gate": lambda m, a: a.sigmoid(),
+    "a broadcast sum": lambda m, a: a.mean((2, 3), keepdim=True) + torch.ones(1, 6, 8, 8),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_one_reader_that_is_not_known_is_enough(name):
+    model = Two(UNKNOWN[name]).double().eval()
+    assert "act" not in record(model, images(2, 8, channels=6).double()).reads
+    plain = Two(lambda m, a: None).double().eval()
+    assert "act" in record(plain, images(2, 8, channels=6).double()).reads
+
+
+KNOWN = {
+    "batch norm twice": lambda m, a: m.more(m.plain(m.bn(a))),
+    "a layer scale": lambda m, a: m.more(a * m.scale.view(1, 6, 1, 1)),
+    "divided by a parameter": lambda m, a: m.more(a / m.scale.view(6, 1, 1)),
+    "a view before the norm": lambda m, a: m.after(m.more(a).view(-1, 5, 8, 8)),
+    "an activation in place before the norm": lambda m, a: m.after(m.more(a).relu_()),
+    "a sum in place before the norm": lambda m, a: m.after(m.more(a).add_(m.more(a).detach() * 0)),
+    "strides of one pixel": lambda m, a: m.more(
+        nn.functional.adaptive_avg_pool2d(a.to(memory_format=torch.channels_last), 1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_second_reader_is_the_squared_jacobian(name):
+    torch.manual_seed(0)
+    model = Two(KNOWN[name]).double().eval()
+    found = record(model, images(2, 8, channels=6).double()).reads["act"][1]
+    scale = torch.ones(6).double()
+    if name == "batch norm twice":
+        scale = norm_scale(model.bn) * norm_scale(model.plain)
+    elif name == "a layer scale":
+        scale = model.scale.detach()
+    elif name == "divided by a parameter":
+        scale = 1 / model.scale.detach()
+    outputs = norm_scale(model.after) if "view" in name else torch.ones(5).double()
+    weights = model.more.weight.detach().square().sum((2, 3)) * outputs.square()[:, None]
+    assert found == pytest.approx(weights.sum(0) * scale.square(), rel=TOLERANCE)
+
+
+def test_a_gate_of_one_image_is_not_taken_for_a_parameter():
+    model = Two(lambda m, a: m.more(a * torch.rand(1, 6, 1, 1).double())).double().eval()
+    found = record(model, images(1, 8, channels=6).double()).reads["act"][1]
+    assert found == pytest.approx(model.more.weight.detach().square().sum((0, 2, 3)))
+
+
+def test_a_network_that_fails_after_its_first_reader():
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.act1, self.act2, self.fail = nn.ReLU(), nn.ReLU(), True
+            self.conv1, self.conv2 = nn.Conv2d(6, 6, 1), nn.Conv2d(6, 6, 1)
+
+        def forward(self, x):
+            x = self.act2(self.conv1(self.act1(x)))
+            if self.fail:
+                raise RuntimeError("late")
+            return self.conv2(x)
+
+    model = Late().eval()
+    recorder = cenet.analysis.Recorder(model)
+    for model.fail in (True, False):
+        try:
+            with torch.no_grad(), recorder:
+                model(images(2, 8, channels=6))
+        except RuntimeError:
+            assert model.fail
+    assert list(recorder.reads) == ["act1", "act2"]
+
+
+def test_weights_are_looked_at_once():
+    model = CHAINS["convolution"]().double().eval()
+    x = images(2, 7, channels=6).double()
+    recorder = record(model, x)
+    before = recorder.reads["act"].clone()
+    with torch.no_grad():
+        model.reader.weight *= 2
+        with recorder:
+            model(x)
+    assert torch.equal(recorder.reads["act"], before)
+
+
+def test_an_empty_recorder_takes_in_shortcuts_too():
+    model = Meeting("added").double().eval()
+    found, empty = record(model, images(2, 8, channels=6).double()), cenet.analysis.Recorder(model)
+    empty.merge(found)
+    assert empty.shared == found.shared == {"act1", "act2"}
 
 
 def test_what_norms_multiply_by():

@@ -21,18 +21,29 @@ def test_the_table_of_the_docs_is_that_of_the_rows():
     assert "\n".join(lines) in (ROOT / "docs" / "results.md").read_text()
 
 
+QUOTED = {
+    "top-1": "top-1",
+    "test loss": "test loss",
+    "channels that duplicate another": "duplicates of another channel",
+    "effective dimensions / channels": "participation ratio / channels",
+    "dormant channels": "dormant, all layers",
+    "inhibited channels": "inhibited (the paper's figure), first six layers",
+    "the same, all layers": "inhibited, all layers",
+}
+
+
 def test_the_readme_quotes_the_table():
-    known = {
-        re.sub(r"[^0-9.±%]", "", cell)
-        for line in results_table.table("vgg16_plain", "vgg16_ce")
-        for cell in line.split("|")
-    }
-    text = (ROOT / "README.md").read_text()
-    table = text[text.index("**Does it help?**") : text.index("CE makes channels less redundant")]
-    quoted = [cell for row in table.splitlines() for cell in row.split("|")[2:4] if "±" in cell]
-    assert len(quoted) == 14
-    for cell in quoted:
-        assert re.sub(r"[^0-9.±%]", "", cell) in known, cell
+    rows = [line.split("|")[1:-1] for line in results_table.table("vgg16_plain", "vgg16_ce")]
+    readme = [line.split("|")[1:-1] for line in (ROOT / "README.md").read_text().splitlines()]
+    for title, source in QUOTED.items():
+        (row,) = [row for row in rows if re.split(", mean|$", row[0].strip())[0] == source]
+        quoted = [row for row in readme if row and row[0].strip().startswith(title)]
+        (quoted,) = [row for row in quoted if "±" in row[1]]
+        assert [cell.strip() for cell in quoted[1:]] == [cell.strip() for cell in row[1:3]], title
+    difference = next(row for row in rows if row[0].strip() == "top-1")[3].strip()
+    mean, low, high = (v.replace("-", "−") for v in re.findall(r"[-+][0-9.]+", difference))
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"({mean} points, 95 % interval {low} to {high})" in text
 
 
 def test_the_difference_is_paired_by_seed():

@@ -25,20 +25,24 @@ NUMBERS = ("activity", "firing", "contribution", "participation_ratio", "correla
 
 
 class Network(nn.Module):
-    """Three stages of conv → norm → ReLU, one of them pooled, and a head that reads flat maps."""
+    """Three stages of conv → norm → ReLU, one of them pooled, and a head that reads flat maps.
+
+    The first stage has two readers: the next stage, and a projection with a norm of its own.
+    """
 
     def __init__(self, width, norm):
         super().__init__()
         self.conv1, self.norm1 = nn.Conv2d(3, width, 3, padding=1), norm(width)
         self.conv2, self.norm2 = nn.Conv2d(width, 2 * width, 3, padding=1), norm(2 * width)
         self.conv3, self.norm3 = nn.Conv2d(2 * width, width, 1), norm(width)
+        self.short, self.norm4 = nn.Conv2d(width, width, 1), norm(width)
         self.act1, self.act2, self.act3 = nn.ReLU(), nn.ReLU(), nn.ReLU()
         self.pool, self.head = nn.MaxPool2d(2), nn.Linear(4 * width, 3)
 
     def forward(self, x):
         x = self.pool(self.act1(self.norm1(self.conv1(x))))
         y = self.act2(self.norm2(self.conv2(x)))
-        y = self.act3(self.norm3(self.conv3(y)))
+        y = self.act3(self.norm3(self.conv3(y)) + self.norm4(self.short(x)))
         return self.head(nn.functional.adaptive_avg_pool2d(y, 2).flatten(1))
 
 
@@ -48,7 +52,7 @@ def random_network(seed, width, norm):
     network = Network(width, norm).double()
     x = images(24, 8, seed).double()
     with torch.no_grad():
-        for layer in (network.norm1, network.norm2, network.norm3):
+        for layer in (network.norm1, network.norm2, network.norm3, network.norm4):
             if layer.weight is not None:
                 layer.weight.copy_(torch.rand(len(layer.weight)) ** 2 + 0.02)
                 layer.bias.copy_(0.3 * torch.randn(len(layer.bias)))
@@ -63,19 +67,24 @@ def random_network(seed, width, norm):
 def rescaled(network, number, factor, undo):
     """The same function with one layer's output multiplied by `factor` > 0."""
     twin = copy.deepcopy(network)
-    norm = (twin.norm1, twin.norm2, twin.norm3)[number]
-    reader = (twin.conv2, twin.conv3, twin.head)[number]
-    following = (twin.norm2, twin.norm3, None)[number]
+    norms = ((twin.norm1,), (twin.norm2,), (twin.norm3, twin.norm4))[number]
+    readers = (
+        ((twin.conv2, twin.norm2), (twin.short, twin.norm4)),
+        ((twin.conv3, twin.norm3),),
+        ((twin.head, None),),
+    )[number]
     with torch.no_grad():
-        norm.weight *= factor
-        norm.bias *= factor
-        if undo == "weights" or not isinstance(following, nn.BatchNorm2d):
-            reader.weight /= factor
-        else:  # the following norm absorbs it, but for its ε
-            reader.bias *= factor
-            following.running_mean *= factor
-            following.running_var *= factor**2
-            following.running_var += (factor**2 - 1) * following.eps
+        for norm in norms:
+            norm.weight *= factor
+            norm.bias *= factor
+        for reader, following in readers:
+            if undo == "weights" or not isinstance(following, nn.BatchNorm2d):
+                reader.weight /= factor
+            else:  # the following norm absorbs it, but for its ε
+                reader.bias *= factor
+                following.running_mean *= factor
+                following.running_var *= factor**2
+                following.running_var += (factor**2 - 1) * following.eps
     return twin
 
 
@@ -148,11 +157,15 @@ MUTATIONS = {
     "activity is absolute": ("relative_activity", lambda mean_abs: mean_abs),
     "contribution is absolute": (
         "contribution",
-        lambda mean_abs, reads: mean_abs * reads.to(mean_abs).sqrt(),
+        lambda mean_abs, reads: (mean_abs * reads.to(mean_abs).sqrt()).amax(0),
     ),
     "contribution forgets the weights": (
         "contribution",
-        lambda mean_abs, reads: mean_abs / mean_abs.mean() * (1 + 0 * reads) + 1e-3 * mean_abs,
+        lambda mean_abs, reads: mean_abs / mean_abs.mean() + 1e-3 * mean_abs,
+    ),
+    "readers are added as they are": (
+        "contribution",
+        lambda mean_abs, reads: measures.relative_activity(mean_abs * reads.sum(0).sqrt()),
     ),
     "saturation is absolute": ("saturated", lambda mean_abs, deviation: deviation <= 0.05),
     "the ratio forgets a square": (
@@ -166,6 +179,7 @@ MUTATIONS = {
 def test_a_measure_of_absolute_size_is_noticed(name, monkeypatch):
     monkeypatch.setattr(measures, *MUTATIONS[name])
     network, x = random_network(3, 8, batch_norm)
+    # the second layer's norm follows one of the two readers of the first
     one = cenet.diagnose(network, [x])
     other = cenet.diagnose(rescaled(network, 1, 10.0, "weights"), [x])
     with pytest.raises(AssertionError):

@@ -133,6 +133,11 @@ def test_random_weights_are_recognized():
         tuned[1].bias[3] = 0.1
     assert not is_untrained(tuned)
     assert not is_untrained(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()))
+    for name in ("running_var", "running_mean", "weight"):
+        changed = network()
+        with torch.no_grad():
+            getattr(changed[1], name)[2] = 0.5
+        assert not is_untrained(changed), name
     cenet.insert_ce_(model, example_input=images(2, 12))
     assert is_untrained(model)
 
@@ -157,6 +162,21 @@ def test_ce_is_never_proposed_where_it_is():
     fully = judge(evidence_of(model))
     assert (fully.kind, fully.command) == ("nothing to do", None)
     assert fully.headline == "No channel is prunable. CE is in 2 of 2 layers already."
+
+
+@pytest.mark.parametrize("change", [{"has_ce": True}, {"ce_site": False}])
+def test_ce_goes_only_to_sites_without_it(change):
+    evidence = evidence_of(trained())
+    assert judge(evidence).kind == "try CE"
+    layers = [replace(layer, **change) for layer in evidence.layers]
+    assert judge(replace(evidence, layers=layers)).kind == "nothing to do"
+
+
+def test_redundant_is_below_a_quarter():
+    evidence = evidence_of(trained())
+    for dimensions, kind in ((4.9, "try CE"), (5.0, "nothing to do")):
+        layers = [replace(layer, participation_ratio=dimensions) for layer in evidence.layers]
+        assert judge(replace(evidence, layers=layers)).kind == kind
 
 
 @pytest.mark.parametrize("sites", [("1", "4"), ("1", "4", "9")])
@@ -215,6 +235,34 @@ def test_what_removal_harms_is_not_to_be_pruned():
     assert found.kind == "try CE"
     assert "but not together" in found.headline
     assert "top-1 goes from 90.0 % to 80.0 %" in found.headline
+
+
+@pytest.mark.parametrize(
+    ("rise", "error", "kind"),
+    [
+        (0.0029, 0.0, "prune"),
+        (0.0031, 0.0, "try CE"),
+        (0.1, 0.051, "prune"),
+        (0.1, 0.049, "try CE"),
+    ],
+)
+def test_harmless_is_two_standard_errors_or_one_percent(rise, error, kind):
+    removal = Removal(2, 500, 0.9, 0.9, 0.001, 0.3, 0.3 + rise, error)
+    assert judge(prunable(evidence_of(trained(), removal=removal), 0, 1)).kind == kind
+
+
+def test_one_percent_is_worth_pruning():
+    evidence = evidence_of(trained())
+    layer = replace(evidence.layers[0], channels=100)
+    one = replace(evidence, layers=[replace(layer, prunable=(0,))])
+    assert judge(one).kind == "prune"
+    assert judge(replace(one, layers=[replace(layer, channels=101, prunable=(0,))])).kind != "prune"
+
+
+def test_a_layer_through_which_nothing_passes_is_named():
+    evidence = evidence_of(trained())
+    found = judge(prunable(evidence, *range(CHANNELS)))
+    assert any("Nothing passes through 2 at all" in reason for reason in found.reasons)
 
 
 def test_a_few_prunable_channels_are_not_worth_it(monkeypatch):

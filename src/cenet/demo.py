@@ -274,7 +274,7 @@ def _share(name: str) -> Callable[[Finished], float]:
 
 
 def _dimensions(run: Finished) -> float:
-    return fmean((one.participation_ratio or 0.0) / one.channels for one in run.diagnosis.layers)
+    return fmean(layer.participation_share or 0.0 for layer in run.diagnosis.layers)
 
 
 MEASURES = (

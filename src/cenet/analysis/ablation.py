@@ -142,7 +142,9 @@ def channel_importance(
     found = []
     for channel in range(channels):
         without = ablation.run(batches, {layer: torch.tensor([channel])}).log_probabilities
-        found.append(mean_and_error((whole.exp() * (whole - without)).sum(1)))
+        # a class of probability zero does not count, whatever becomes of it
+        terms = torch.where(whole.isneginf(), 0.0, whole.exp() * (whole - without))
+        found.append(mean_and_error(terms.sum(1)))
         if report is not None:
             report(channel + 1, channels)
     means, errors = zip(*found, strict=True)

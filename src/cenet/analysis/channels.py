@@ -9,6 +9,7 @@ from torch import Tensor
 from cenet import functional as F
 
 FIRST_LAYERS = 6
+WIDEST = 2048  # channels among which covariances are kept
 # relative activity up to which a channel is dormant, loosely and strictly
 DORMANT, DORMANT_STRICT = 0.1, 0.025
 RARE = 0.01  # share of images below which a channel fires rarely
@@ -66,18 +67,25 @@ def relative_activity(mean_abs: Tensor) -> Tensor:
 
 
 def contribution(mean_abs: Tensor, squared_reads: Tensor) -> Tensor:
-    """How much each channel reaches what reads it, relative to the layer's mean, (C,) -> (C,).
+    """How much each channel reaches what reads it, relative to the layer, (C,) -> (C,).
 
-    The product of mean |activation| and the norm of the weights that read the channel. Unlike
-    `relative_activity` it does not change when one channel alone is scaled and the weights that
-    read it are scaled back.
+    For each reader the product of mean |activation| and the norm of the weights by which it reads
+    the channel, divided by the mean over the layer; and of these the largest over the readers.
+    Unlike `relative_activity` it does not change when one channel alone is scaled and the weights
+    that read it are scaled back.
 
     Args:
         mean_abs: mean over images and pixels of the absolute post-activation value, (C,).
-        squared_reads: squared norm of the weights that read each channel (`Recorder.reads`), (C,).
+        squared_reads: squared norm of the weights by which each reader reads each channel
+            (`Recorder.reads`), (readers, C).
     """
-    _expect_channels(mean_abs=mean_abs, squared_reads=squared_reads)
-    return _relative(mean_abs * squared_reads.to(mean_abs).sqrt())
+    _expect_channels(mean_abs=mean_abs)
+    if squared_reads.dim() != 2 or squared_reads.shape[1] != len(mean_abs):
+        raise ValueError(
+            f"squared_reads must be (readers, {len(mean_abs)}), got {tuple(squared_reads.shape)}"
+        )
+    each = [_relative(mean_abs * reads.sqrt()) for reads in squared_reads.to(mean_abs)]
+    return torch.stack(each).amax(0)
 
 
 def saturated(mean_abs: Tensor, deviation: Tensor) -> Tensor:

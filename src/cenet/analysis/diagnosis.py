@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cenet.analysis.channels import WIDEST
 from cenet.analysis.records import from_json, to_json
 
 FORMAT = "cenet.diagnosis"
@@ -82,7 +83,8 @@ class Layer:
     """One activation, and the channels it was applied to.
 
     Channels are numbered from 0. Everything is measured after the activation unless it says
-    otherwise. Only `mean_abs` and the two `inhibited` change when the layer is rescaled.
+    otherwise. When the layer is rescaled, `mean_abs`, `magnitude`, `gamma`, `beta` and the two
+    `inhibited` change, and nothing else.
 
     Attributes:
         norm: before the activation.
@@ -96,7 +98,8 @@ class Layer:
         saturated: channels that are active, but stuck at one value.
         duplicates: channels that repeat one with a lower number (before the activation).
         contribution: activity times the norm of the weights that read the channel, relative to the
-            layer's mean, by channel; None where these weights are not known.
+            layer's mean, by channel; of several readers the largest. None where the weights are
+            not known.
         prunable: channels that contribute next to nothing, on average and in single images.
         shared: on a residual connection: it activates a sum, or is added to something later.
         participation_ratio: dimensions in which the channels vary (before the activation).
@@ -138,6 +141,13 @@ class Layer:
     has_ce: bool
     mix: float | None = field(metadata={"key": "lambda"})
     spectrum: Spectrum | None
+
+    @property
+    def participation_share(self) -> float | None:
+        """The participation ratio divided by the channels among which it was measured."""
+        if self.participation_ratio is None:
+            return None
+        return self.participation_ratio / min(self.channels, WIDEST)
 
 
 @dataclass(frozen=True)

@@ -147,6 +147,14 @@ class _Seen:
                 f"{tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__}; "
                 "give it images alone"
             )
+        if bool(output.isnan().any()):
+            raise ValueError("the network returns NaN on these images")
+        low, high, classes = int(labels.min()), int(labels.max()), output.shape[1]
+        if low < 0 or high >= classes:
+            raise ValueError(
+                f"labels must be from 0 to {classes - 1}, as the network has {classes} outputs; "
+                f"got {low if low < 0 else high}"
+            )
         best = output.topk(min(5, output.shape[1]), 1).indices == labels[:, None]
         self.labelled += len(labels)
         self.classes = output.shape[1]
@@ -207,7 +215,7 @@ def _parts(batch: Any) -> tuple[Tensor, Tensor | None]:
             f"{len(images)} images need as many classes, integers of shape ({len(images)},); got "
             f"labels of shape {tuple(labels.shape)}, {labels.dtype}"
         )
-    return images, labels
+    return images, None if labels is None else labels.long()
 
 
 def find_layer(model: nn.Module, sites: dict[str, Site], wanted: str | None) -> str:

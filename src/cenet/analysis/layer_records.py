@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 import cenet.analysis.channels as measures
@@ -27,13 +28,7 @@ def layer_record(
     activity = measures.relative_activity(mean_abs)
     error = found.mean_abs_error / mean_abs.mean()
     contribution = None if reads is None else measures.contribution(mean_abs, reads)
-    # a channel that is strong in few images counts by its root mean square, if not by its mean
-    strength = found.root_mean_square
-    strength = (
-        measures.relative_activity(strength)
-        if reads is None
-        else measures.contribution(strength, reads)
-    )
+    weak = _weak(found.root_mean_square, reads, shared=name in recorder.shared)
     correlation = measures.channel_correlation(found.mean, found.covariance)
     duplicates = measures.duplicates(found.mean, found.covariance).nonzero().flatten()
     # where branches are added, the norm of the longer one
@@ -59,7 +54,7 @@ def layer_record(
         saturated=_places(measures.saturated(mean_abs, found.deviation)),
         duplicates=tuple(kept[place] for place in duplicates.tolist()),
         contribution=None if contribution is None else plain(contribution),
-        prunable=_places(strength <= measures.DORMANT_STRICT),
+        prunable=_places(weak),
         shared=name in recorder.shared,
         participation_ratio=measures.participation_ratio(found.covariance),
         correlation=correlation.mean,
@@ -74,6 +69,20 @@ def layer_record(
         mix=None if ce is None else mixing_ratio(ce),
         spectrum=None if spectrum is None else _extremes(spectrum),
     )
+
+
+def _weak(strength: Tensor, reads: Tensor | None, *, shared: bool) -> Tensor:
+    """Channels that contribute next to nothing, (C,) of bool.
+
+    By the root mean square, so that a channel counts that is strong in few images. What a residual
+    connection carries is read by no weight, so there the activity must be weak too.
+    """
+    weak = torch.ones_like(strength, dtype=torch.bool)
+    if reads is None or shared:
+        weak &= measures.relative_activity(strength) <= measures.DORMANT_STRICT
+    if reads is not None:
+        weak &= measures.contribution(strength, reads) <= measures.DORMANT_STRICT
+    return weak
 
 
 def _places(which: Tensor) -> tuple[int, ...]:

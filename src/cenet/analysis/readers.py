@@ -2,8 +2,9 @@
 
 The output of an activation passes through pooling, reshaping, concatenation and gates before a
 convolution or a linear layer reads it. `Readers` follows each output on this way, operator by
-operator, and keeps the squared norm of the weights that read each channel. A norm right behind the
-reader divides the reader's output again, so its scale is taken into account.
+operator, and keeps the squared norm of the weights by which each reader reads each channel. A norm
+module right behind the reader divides the reader's output again, so its scale is taken into
+account.
 """
 
 import math
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -26,12 +28,16 @@ KEEP = frozenset(
 )
 REDUCE = frozenset(("mean", "sum", "amax"))
 VIEW = frozenset(
-    (*("view", "_unsafe_view", "reshape", "_reshape_alias", "flatten", "squeeze", "unsqueeze"),)
+    (
+        *("view", "_unsafe_view", "reshape", "_reshape_alias", "flatten", "squeeze", "unsqueeze"),
+        "as_strided",
+    )
 )
 SCALE = frozenset(("mul", "div"))
 ADD = frozenset(("add", "sub", "rsub"))
 # operators that look at a tensor without reading its channels
-IGNORE = frozenset(("sigmoid", "empty_like", "zeros_like", "ones_like", "t", "isnan", "isfinite"))
+IGNORE = frozenset(("empty_like", "zeros_like", "ones_like", "isnan", "isfinite"))
+READ = frozenset(("convolution", "addmm", "mm", "linear"))
 
 
 class Piece(NamedTuple):
@@ -48,7 +54,7 @@ class Origin(NamedTuple):
     dim: int  # of the channels
     pieces: tuple[Piece, ...]
     repeat: int = 1  # neighbouring places that belong to one channel, after flattening
-    scale: Tensor | None = None  # by which a norm has multiplied each channel since
+    scale: Tensor | None = None  # by which each channel has been multiplied since, positive
 
 
 @dataclass
@@ -87,22 +93,24 @@ class Readers:
         self._sums: Any = WeakIdKeyDictionary()  # sums of two maps, as a set
 
     def squared_norms(self) -> dict[str, Tensor]:
-        """By layer, the squared norm of the weights that read each channel, (C,).
+        """By layer, the squared norm of the weights by which each reader reads it, (readers, C).
 
         Layers that are also read by something else than convolutions and linear layers (slices,
         products of two layers, attention) are left out, because their weights are not all known.
         """
-        found: dict[str, Tensor] = {}
+        found: dict[str, list[Tensor]] = {}
         for reading in self._readings:
             for piece in reading.origin.pieces:
                 if piece.layer not in self._lost:
-                    found[piece.layer] = found.get(piece.layer, 0) + reading.of(piece)
-        return found
+                    found.setdefault(piece.layer, []).append(reading.of(piece))
+        return {layer: torch.stack(readings) for layer, readings in found.items()}
 
     def enter(self, layer: str, x: Tensor) -> None:
         """Note what a layer activates."""
         if self._sums.pop(x, False):
             self.shared.add(layer)
+        # what follows an activation in place does not follow the reader
+        self._outputs.pop(x, None)
 
     def leave(self, layer: str, channels: int, dim: int, output: Tensor) -> None:
         """Follow the output of a layer from now on."""
@@ -137,6 +145,8 @@ class Readers:
             return
         if name in VIEW and args[0] in self._outputs:
             self._outputs[result] = self._outputs[args[0]]
+        elif name not in READ:
+            self._outputs.pop(result, None)
         if not known:
             # in place, the result may still be known as what it was
             self._origins.pop(result, None)
@@ -144,7 +154,7 @@ class Readers:
         origin = None
         if name in ADD:
             origin = self._added(args, result)
-        elif name in ("convolution", "addmm", "mm", "linear"):
+        elif name in READ:
             self._read(name, args, result)
         elif name == "cat":
             origin = self._joined(args)
@@ -169,10 +179,7 @@ class Readers:
             self._outputs[x].scale = norm_scale(norm)
         origin = self._origins.get(x)
         if origin is not None and output not in self._origins and x is not output:
-            scale = norm_scale(norm)
-            if scale is not None and origin.scale is not None:
-                scale = scale * origin.scale
-            self._origins[output] = origin._replace(scale=scale)
+            self._origins[output] = _scaled(origin, norm_scale(norm))
 
     def _known(self, values: Iterable[Any]) -> list[Origin]:
         tensors = (value for value in values if isinstance(value, Tensor))
@@ -189,6 +196,10 @@ class Readers:
             self.add_shortcuts(maps)
             self._sums[result] = True
             return None
+        self._lose(
+            self._known(arg for arg in args[:2] if not any(arg is one for one in maps)),
+            unless=False,
+        )
         found = self._known(maps)
         return found[0] if found else None
 
@@ -213,8 +224,14 @@ class Readers:
             maps = [arg for arg in args[:2] if isinstance(arg, Tensor)]
             whole = [arg for arg in maps if arg.shape == result.shape and arg in self._origins]
             # a product of two layers is read as neither of them
-            kept = len(whole) == 1 and (name == "mul" or whole[0] is args[0])
-            return self._known(whole)[0] if kept else None
+            if len(whole) != 1 or (name == "div" and whole[0] is not args[0]):
+                return None
+            (origin,) = self._known(whole)
+            factors = [arg for arg in maps if arg is not whole[0] and _is_weight(arg, origin)]
+            for factor in factors:
+                scale = factor.detach().double().abs().flatten()
+                origin = _scaled(origin, scale if name == "mul" else scale.reciprocal())
+            return origin
         x, found = args[0], self._known(args[:1])
         if not found:
             return None
@@ -238,6 +255,19 @@ class Readers:
             return
         self._readings.append(_Reading(origin, _powers(weight, groups, input_first)))
         self._outputs[result] = self._readings[-1]
+
+
+def _scaled(origin: Origin, scale: Tensor | None) -> Origin:
+    if scale is None:
+        return origin
+    return origin._replace(scale=scale if origin.scale is None else scale * origin.scale)
+
+
+def _is_weight(factor: Tensor, origin: Origin) -> bool:
+    """Whether a factor is a parameter with one value per channel, and not a gate."""
+    base = factor if factor._base is None else factor._base
+    channels = sum(piece.channels for piece in origin.pieces)
+    return isinstance(base, nn.Parameter) and factor.numel() == channels and origin.repeat == 1
 
 
 def norm_scale(norm: nn.Module) -> Tensor | None:

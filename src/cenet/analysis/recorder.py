@@ -22,8 +22,8 @@ class Recorder(ActivationWatch):
     Attributes:
         sites: by name, in the order of execution.
         layers: their statistics.
-        reads: by layer, the squared norm of the weights that read each channel, (C,). Layers that
-            something else than convolutions and linear layers reads are left out.
+        reads: by layer, the squared norm of the weights by which each convolution or linear layer
+            reads each channel, (readers, C). Layers that something else reads too are left out.
         shared: layers on a residual connection: activations of a sum, or added to something later.
 
     >>> from torchvision.models import resnet18

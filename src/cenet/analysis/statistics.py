@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
-from cenet.analysis.channels import channel_magnitude
+from cenet.analysis.channels import WIDEST, channel_magnitude
 
 GRID = 32  # largest side of the map of magnitudes
-WIDEST = 2048  # channels among which covariances are kept
 CHUNK = 2**23  # values that are turned into float64 at a time
 # sums over images and pixels after the activation, one value per channel
-AFTER = ("sum", "abs_sum", "square_sum", "image_square_sum", "fired")
+AFTER = ("sum", "abs_sum", "square_sum", "image_sum", "image_square_sum", "fired")
 
 
 @dataclass
@@ -33,7 +32,8 @@ class LayerStatistics:
         sum: of the value after the activation, (C,).
         abs_sum: of its absolute value, (C,).
         square_sum: of its square, (C,).
-        image_square_sum: sum over images of the square of an image's mean absolute value, (C,).
+        image_sum: sum over images of an image's mean absolute value, (C,).
+        image_square_sum: sum over images of its square, (C,).
         fired: images in which the channel is positive at one pixel or more, (C,).
         magnitude_sum: over images, ℓ2 over channels after the activation, (H', W').
         pixels: before the activation.
@@ -47,6 +47,7 @@ class LayerStatistics:
     sum: Tensor
     abs_sum: Tensor
     square_sum: Tensor
+    image_sum: Tensor
     image_square_sum: Tensor
     fired: Tensor
     magnitude_sum: Tensor
@@ -91,7 +92,7 @@ class LayerStatistics:
         """Standard error of `mean_abs`, from the spread between images, (C,); infinite for one."""
         if self.images < 2:
             return torch.full_like(self.abs_sum, torch.inf)
-        mean = self.abs_sum / max(self.outputs, 1)
+        mean = self.image_sum / self.images
         variance = (self.image_square_sum / self.images - mean.square()).clamp_min(0)
         return (variance / (self.images - 1)).sqrt()
 
@@ -146,6 +147,7 @@ class LayerStatistics:
         for name, value in by_image.items():
             getattr(self, name).add_(value.sum(0, dtype=torch.float64))
         mean = by_image["abs_sum"].double() / (y.shape[2] * y.shape[3])
+        self.image_sum += mean.sum(0)
         self.image_square_sum += mean.square().sum(0)
         self.magnitude_sum += pooled(channel_magnitude(values).double(), self.magnitude_sum).sum(0)
 

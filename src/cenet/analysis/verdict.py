@@ -103,7 +103,7 @@ def _prune(found: Evidence) -> Verdict | None:
     if found.removal is not None and not _is_harmless(found.removal):
         return None
     measured = () if found.removal is None else (_removed(found.removal),)
-    reasons = (where, *measured, *_shared(prunable), *_reasons(found))
+    reasons = (where, *measured, *_dead(prunable), *_shared(prunable), *_reasons(found))
     return Verdict("prune", f"{headline}: prune them.", reasons, CUT, LIST)
 
 
@@ -167,11 +167,8 @@ def _reasons(found: Evidence) -> tuple[str, ...]:
     ):
         if _count(layers, name):
             lines.append(f"{_share(layers, name)} {meaning}{_where(layers, name)}.")
-    shares = [
-        layer.participation_ratio / layer.channels
-        for layer in layers
-        if layer.participation_ratio is not None
-    ]
+    known = (layer.participation_share for layer in layers)
+    shares = [share for share in known if share is not None]
     if shares:
         mean = _percent(sum(shares) / len(shares), 0)
         lines.append(
@@ -195,6 +192,11 @@ def _removed(removal: Removal) -> str:
     )
 
 
+def _dead(prunable: Sequence[Layer]) -> tuple[str, ...]:
+    names = [layer.name for layer in prunable if len(layer.prunable) == layer.channels]
+    return (f"Nothing passes through {_listed(names)} at all: take it out.",) if names else ()
+
+
 def _shared(prunable: Sequence[Layer]) -> tuple[str, ...]:
     names = [layer.name for layer in prunable if layer.shared]
     if not names:
@@ -216,8 +218,8 @@ def _is_harmless(removal: Removal) -> bool:
 
 
 def _is_redundant(layer: Layer) -> bool:
-    ratio = layer.participation_ratio
-    return ratio is not None and ratio < REDUNDANT * layer.channels
+    share = layer.participation_share
+    return share is not None and share < REDUNDANT
 
 
 def _is_measured(layer: Layer, images: int) -> bool:

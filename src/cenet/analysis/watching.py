@@ -257,14 +257,14 @@ class ActivationWatch(TorchDispatchMode):
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         while self._stack and self._stack.pop().module is not module:
             pass
-        if module is self.root:
+        if module is self.root and output is not None:  # None: the pass has failed
             self.end_pass()
         name = self.names.get(id(module))
-        if name is None or not isinstance(output, Tensor) or output.dim() != 4:
-            return
         norm = module.norm if isinstance(module, NormCE2d) else module
         if self.readers is not None and args and _is_norm(norm):
             self.readers.norm(norm, args[0], output)
+        if name is None or not isinstance(output, Tensor) or output.dim() != 4:
+            return
         if isinstance(module, EquilibriumLayer):
             source = self._marks.get(args[0]) if args else None
             self._marks[output] = _Mark(1, source.norms if source else (), name)
@@ -277,7 +277,7 @@ class ActivationWatch(TorchDispatchMode):
 
 
 def _is_norm(module: nn.Module) -> bool:
-    return norm_channels(module) is not None or isinstance(module, nn.LayerNorm)
+    return norm_channels(module) is not None or isinstance(module, nn.LayerNorm | nn.BatchNorm1d)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -168,8 +168,7 @@ def strictly_dormant_share(layer: Layer) -> float:
 
 def participation_share(layer: Layer) -> float | None:
     """Dimensions in which the channels vary, divided by their number."""
-    ratio = layer.participation_ratio
-    return None if ratio is None else ratio / layer.channels
+    return layer.participation_share
 
 
 def mean_participation(source: Source) -> float | None:
