@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 import cenet
-from _planted import images
+from _planted import Tangled, images
 from _shards import record
 from cenet.analysis.readers import norm_scale
 
@@ -190,6 +190,10 @@ def test_a_shortcut_is_noted_and_only_weights_count():
     expected = (squares * scale.square()[:, None]).sum(0)
     assert found.reads["act1"][0] == pytest.approx(expected, rel=TOLERANCE)
     assert found.reads["act2"][0] == pytest.approx(model.head.weight.detach().square().sum(0))
+
+
+def test_a_sum_of_two_branches_is_shared_too():
+    assert record(Tangled().eval(), images()).shared == {"relu#2"}
 
 
 def test_many_passes_count_once():

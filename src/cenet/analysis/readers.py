@@ -147,26 +147,13 @@ class Readers:
             self._outputs[result] = self._outputs[args[0]]
         elif name not in READ:
             self._outputs.pop(result, None)
-        if not known:
-            # in place, the result may still be known as what it was
-            self._origins.pop(result, None)
-            return
         origin = None
         if name in ADD:
             origin = self._added(args, result)
-        elif name in READ:
-            self._read(name, args, result)
-        elif name == "cat":
-            origin = self._joined(args)
-        elif name in KEEP:
-            origin = known[0] if _same_channels(known[0], args[0], result) else None
-            self._lose(known, unless=origin is not None)
-        elif name in SCALE or name in VIEW or name in REDUCE or name in ("permute", "transpose"):
-            origin = self._moved(name, args, result)
-            self._lose(known, unless=origin is not None or inside_norm)
-        elif name not in IGNORE:
-            self._lose(known, unless=inside_norm)
+        elif known:
+            origin = self._after(name, args, result, known, inside_norm)
         if origin is None:
+            # in place, the result may still be known as what it was
             self._origins.pop(result, None)
         else:
             self._origins[result] = origin
@@ -180,6 +167,23 @@ class Readers:
         origin = self._origins.get(x)
         if origin is not None and output not in self._origins and x is not output:
             self._origins[output] = _scaled(origin, norm_scale(norm))
+
+    def _after(
+        self, name: str, args: Sequence[Any], result: Tensor, known: list[Origin], inside_norm: bool
+    ) -> Origin | None:
+        """The origin of a result; what is read by weights is noted, what is not known is lost."""
+        origin = None
+        if name in READ:
+            self._read(name, args, result)
+            return None
+        if name == "cat":
+            return self._joined(args)
+        if name in KEEP:
+            origin = known[0] if _same_channels(known[0], args[0], result) else None
+        elif name in SCALE or name in VIEW or name in REDUCE or name in ("permute", "transpose"):
+            origin = self._moved(name, args, result)
+        self._lose(known, unless=origin is not None or inside_norm or name in IGNORE)
+        return origin
 
     def _known(self, values: Iterable[Any]) -> list[Origin]:
         tensors = (value for value in values if isinstance(value, Tensor))
@@ -196,10 +200,8 @@ class Readers:
             self.add_shortcuts(maps)
             self._sums[result] = True
             return None
-        self._lose(
-            self._known(arg for arg in args[:2] if not any(arg is one for one in maps)),
-            unless=False,
-        )
+        others = (arg for arg in args[:2] if not any(arg is one for one in maps))
+        self._lose(self._known(others), unless=False)
         found = self._known(maps)
         return found[0] if found else None
 
