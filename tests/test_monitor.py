@@ -15,6 +15,7 @@ from _planted import Planted, Tangled, images
 from _shards import equilibrated, train, under_ddp
 from cenet.analysis import Monitor, inhibited_ratio
 from cenet.analysis.monitor import FIELDS, POSITIONS
+from cenet.train.logbook import Logbook
 
 
 def test_training_is_the_same_to_the_last_bit():
@@ -138,6 +139,22 @@ def test_a_table_with_other_columns_is_refused(tmp_path):
     with pytest.raises(ValueError, match="has the columns step, layer, inhibited_ratio"):
         Monitor(Tangled(), to=path)
     assert path.read_text().count("\n") == 1
+
+
+def test_a_resumed_run_takes_up_rows_of_an_earlier_version(tmp_path):
+    """Rows are read by the names of their columns; those that are trained again are dropped."""
+    path = tmp_path / "channels.csv"
+    path.write_text(
+        "step,layer,inhibited_ratio,correlation,lambda\n0,relu,0.5,0.1,\n8,relu,0.25,0.2,0.5\n"
+    )
+    logbook = Logbook(tmp_path)
+    logbook._forget_channels(8)
+    logbook.add_channels(8, {"relu": {"dormant_ratio": 0.125, "correlation": 0.3}})
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == ["0", "8"]
+    assert (rows[0]["inhibited_ratio"], rows[0]["dormant_ratio"]) == ("0.5", "")
+    assert (rows[1]["dormant_ratio"], rows[1]["correlation"]) == ("0.125", "0.3")
 
 
 def test_tensorboard(tmp_path):
