@@ -100,6 +100,7 @@ def _files(figure: Figure) -> list[tuple[str, str]]:
     return found
 
 
-def _breakable(name: str) -> Markup:
-    """A name that may go on in the next line after an underscore or a hyphen."""
-    return Markup("<wbr>").join(re.split(r"(?<=[_-])(?=\w)", name))
+def _breakable(text: str) -> Markup:
+    """A name that may go on in the next line after an underscore, a hyphen or a dot."""
+    is_name = text[:1].isalpha()
+    return Markup("<wbr>").join(re.split(r"(?<=[_.-])(?=\w)", text) if is_name else [text])
