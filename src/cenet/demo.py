@@ -280,8 +280,8 @@ def _dimensions(run: Finished) -> float:
 MEASURES = (
     Measure("test accuracy", _accuracy),
     Measure(f"epochs until {RECIPE.accuracy:.0%} accuracy", _first_epoch, ".1f"),
-    Measure("without random half of layer 3", _without_half),
-    Measure("without its least important half", _without_least_half),
+    Measure("accuracy, random half of layer 3 off", _without_half),
+    Measure("accuracy, least important half off", _without_least_half),
     Measure("dormant channels", _share("dormant")),
     Measure("fire in < 1% of images", _share("rare")),
     Measure("effective dimensions / channels", _dimensions),
