@@ -192,6 +192,25 @@ def test_a_shortcut_is_noted_and_only_weights_count():
     assert found.reads["act2"][0] == pytest.approx(model.head.weight.detach().square().sum(0))
 
 
+def test_what_only_a_shortcut_carries_is_not_prunable():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.act1, self.act2, self.conv = nn.ReLU(), nn.ReLU(), nn.Conv2d(6, 6, 1)
+            with torch.no_grad():
+                self.conv.weight[:, :3] = 0  # channels 0 to 2 go by the shortcut alone
+
+        def forward(self, x):
+            x = self.act1(x)
+            return self.act2(self.conv(x) + x)
+
+    x = images(20, 8, channels=6)
+    x[:, [0, 3]] = -1  # dead
+    layer = cenet.diagnose(Block(), [x]).layers[0]
+    assert layer.contribution[:4] == (0, 0, 0, 0)
+    assert layer.prunable == (0, 3)
+
+
 def test_a_sum_of_two_branches_is_shared_too():
     assert record(Tangled().eval(), images()).shared == {"relu#2"}
 
