@@ -52,7 +52,7 @@ def participation_figure(sources: Sequence[Source]) -> Figure | None:
     )
     return _by_layer(
         sources, "participation", "Participation ratio by layer", caption,
-        ("share of the channels", "percent", participation_share),
+        ("share of the channels", "percent", lambda layer: layer.participation_share),
         ("dimensions", "number", lambda layer: layer.participation_ratio),
     )  # fmt: skip
 
@@ -166,14 +166,9 @@ def strictly_dormant_share(layer: Layer) -> float:
     return len(layer.dormant_strict) / layer.channels
 
 
-def participation_share(layer: Layer) -> float | None:
-    """Dimensions in which the channels vary, divided by their number."""
-    return layer.participation_share
-
-
 def mean_participation(source: Source) -> float | None:
     """Mean over layers of the participation ratio as a share of the channels."""
-    return _mean(map(participation_share, source.layers))
+    return _mean(layer.participation_share for layer in source.layers)
 
 
 def mean_correlation(source: Source) -> float | None:

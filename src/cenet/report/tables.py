@@ -10,7 +10,6 @@ from cenet.report.layers import (
     mean_correlation,
     mean_lambda,
     mean_participation,
-    participation_share,
 )
 from cenet.report.parts import Cell, Column, Fact, Kind, Picture, Section, Table, Verdict
 from cenet.report.sources import Source
@@ -248,7 +247,7 @@ def _layer(number: int, layer: Layer) -> tuple[Cell, ...]:
         number, layer.name, layer.norm, layer.channels,
         f"{layer.height}{NARROW}×{NARROW}{layer.width}", len(layer.dormant), len(layer.rare),
         len(layer.saturated), len(layer.duplicates), len(layer.prunable),
-        participation_share(layer), layer.correlation,
+        layer.participation_share, layer.correlation,
         None if layer.gamma is None else layer.gamma.share_small,
         "in place" if layer.has_ce else "site" if layer.ce_site else None, layer.mix,
         len(layer.inhibited),
