@@ -73,7 +73,8 @@ LEVELS = [
         *("analysis.layer_records", "analysis.verdict", "analysis.examination", "analysis"),
     ),
     (
-        *("train.course", "train.recipes", "train.data", "train.inputs", "train.interrupts"),
+        *("train.course", "train.recipes", "train.sources", "train.decoding", "train.data"),
+        *("train.inputs", "train.interrupts"),
         "train.loaders",
         *("train.saving", "train.snapshot", "train.processes", "train.setup"),
         "train.diagnosis",

@@ -18,7 +18,7 @@ from torch import nn
 import cenet.train.interrupts as interrupts
 import cenet.train.loaders as loaders
 from cenet.train.data import (
-    Files,
+    Encoded,
     Resident,
     image_folders,
 )
@@ -30,6 +30,7 @@ from cenet.train.loaders import (
     epoch_order,
     evaluation_batches,
 )
+from cenet.train.sources import Folder
 
 CPU = torch.device("cpu")
 
@@ -132,7 +133,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("augment", ["imagenet", "crop_flip", "none"])
 def test_files_do_not_depend_on_workers_or_on_where_an_epoch_begins(folder, augment):
     files = image_folders(folder, 32, resident=True).train
-    assert isinstance(files, Files)
+    assert isinstance(files, Encoded)
 
     def loader(workers):
         return FilesLoader(
@@ -306,7 +307,7 @@ def raw(images):
 def test_what_happens_to_an_image_file(tmp_path, augment):
     """One file, 32 times: every copy and every epoch has its own chance."""
     image = gradient(tmp_path / "x.png", 32)
-    files = Files([tmp_path / "x.png"] * 32, torch.zeros(32, dtype=torch.long), ("a",))
+    files = Encoded(Folder([tmp_path / "x.png"] * 32), torch.zeros(32, dtype=torch.long), ("a",))
     loader = FilesLoader(
         files, inputs_of(files), Shard(32, 32), augment=augment, size=32, seed=0, device=CPU,
         channels_last=False, workers=0,
@@ -329,7 +330,7 @@ def test_what_happens_to_an_image_file(tmp_path, augment):
 
 def test_test_images_are_cropped_in_their_middle(tmp_path):
     image = gradient(tmp_path / "x.png", 32)
-    files = Files([tmp_path / "x.png"], torch.zeros(1, dtype=torch.long), ("a",))
+    files = Encoded(Folder([tmp_path / "x.png"]), torch.zeros(1, dtype=torch.long), ("a",))
     ((found, _),) = evaluation_batches(
         files, inputs_of(files), size=28, batch=1, device=CPU, channels_last=False
     )

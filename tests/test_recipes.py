@@ -15,8 +15,8 @@ from cenet.train.data import (
     digits,
     image_folders,
     load,
-    read_image,
 )
+from cenet.train.decoding import read_image
 from cenet.train.inputs import inputs_of
 from cenet.train.setup import build_loss, build_network, build_optimizer, build_schedule
 

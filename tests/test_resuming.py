@@ -28,6 +28,7 @@ from cenet.train.loop import Interrupted
 from cenet.train.options import Options
 from cenet.train.processes import Processes
 from cenet.train.run import Job, train
+from cenet.train.sources import Folder
 from cenet.train.weights import WEIGHTS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -91,12 +92,12 @@ def test_other_images_are_another_run(few_files, tmp_path):
         again(digits._replace(train=digits.train._replace(images=images)))
     recipe = replace(TINY, augment="imagenet", image_size=16, dataset="imagenet")
     again = resumed(few_files, recipe, tmp_path / "files")
-    elsewhere = [Path("/elsewhere", *path.parts[-2:]) for path in few_files.train.paths]
-    assert again(few_files._replace(train=few_files.train._replace(paths=elsewhere)))
+    elsewhere = [Path("/elsewhere", *path.parts[-2:]) for path in few_files.train.source.paths]
+    assert again(few_files._replace(train=few_files.train._replace(source=Folder(elsewhere))))
     renamed = [Path("/elsewhere", "other", path.name) for path in elsewhere]
     for paths in (elsewhere[::-1], [*elsewhere[:-1], elsewhere[0]], renamed):
         with pytest.raises(ValueError, match="images or what is known about them differ"):
-            again(few_files._replace(train=few_files.train._replace(paths=paths)))
+            again(few_files._replace(train=few_files.train._replace(source=Folder(paths))))
 
 
 def test_only_one_run_writes_to_a_folder(tmp_path):

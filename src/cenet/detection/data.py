@@ -13,7 +13,7 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 from cenet.detection.annotations import Faults, Record, clean
 from cenet.detection.recipes import DetectionRecipe
 from cenet.detection.shapes import draw_shapes
-from cenet.train.data import read_image
+from cenet.train.decoding import read_image
 from cenet.train.inputs import FILES_MEAN, FILES_STD, Inputs
 
 SHAPES = (400, 100)  # images to train on and to test with

@@ -1,15 +1,18 @@
 """Images and labels: embedded digits, CIFAR-10 and folders of images, checked before training."""
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
+from cenet.train.decoding import decode
 from cenet.train.recipes import Recipe
+from cenet.train.sources import Folder, Source
 
 DIGITS_TEST = 450
 # a data set of so many bytes of decoded pixels is held in memory
@@ -24,10 +27,10 @@ class Resident(NamedTuple):
     classes: tuple[str, ...]
 
 
-class Files(NamedTuple):
-    """Images in files."""
+class Encoded(NamedTuple):
+    """Images that are read and decoded when they are needed."""
 
-    paths: list[Path]
+    source: Source
     labels: Tensor  # (N,)
     classes: tuple[str, ...]
 
@@ -35,8 +38,8 @@ class Files(NamedTuple):
 class Split(NamedTuple):
     """Training and test images of one kind."""
 
-    train: Resident | Files
-    test: Resident | Files
+    train: Resident | Encoded
+    test: Resident | Encoded
 
 
 def digest(data: Split) -> str:
@@ -44,10 +47,8 @@ def digest(data: Split) -> str:
     found = blake2b(digest_size=16)
     for part in data:
         found.update(part.labels.numpy().tobytes())
-        if isinstance(part, Files):
-            found.update(
-                "".join(f"{path.parent.name}/{path.name}|" for path in part.paths).encode()
-            )
+        if isinstance(part, Encoded):
+            found.update("".join(f"{key}|" for key in part.source.names()).encode())
         else:
             found.update(part.images.contiguous().numpy().data)
     return found.hexdigest()
@@ -71,7 +72,7 @@ def load(recipe: Recipe, folder: Path | None) -> Split:
     return split
 
 
-def load_test(recipe: Recipe, folder: Path | None) -> Resident | Files:
+def load_test(recipe: Recipe, folder: Path | None) -> Resident | Encoded:
     """The test images of a recipe; `folder` needs no others."""
     if folder is not None and folder.is_dir() and not (folder / "train").is_dir():
         test = _test_folder(folder)
@@ -150,9 +151,9 @@ def image_folders(folder: Path, size: int, *, resident: bool) -> Split:
     if parts[0].classes != parts[1].classes:
         differ = sorted({*parts[0].classes} ^ {*parts[1].classes})
         raise ValueError(f"train and {test.name} of {folder} have different classes: {differ}")
-    count = sum(len(part.paths) for part in parts)
+    count = sum(len(part.labels) for part in parts)
     fits = resident and count * 3 * size * size <= FITS
-    if not fits or not all(_has_size(part.paths[0], size) for part in parts):
+    if not fits or not all(_has_size(part, size) for part in parts):
         return Split(*parts)
     return Split(*(decoded(part, size) for part in parts))
 
@@ -161,13 +162,13 @@ def _test_folder(folder: Path) -> Path | None:
     return next((folder / name for name in ("test", "val") if (folder / name).is_dir()), None)
 
 
-def _held(files: Files, size: int, *, resident: bool) -> Resident | Files:
+def _held(files: Encoded, size: int, *, resident: bool) -> Resident | Encoded:
     """Images of the size are read into memory, as those of `image_folders`."""
-    fits = resident and len(files.paths) * 3 * size * size <= FITS
-    return decoded(files, size) if fits and _has_size(files.paths[0], size) else files
+    fits = resident and len(files.labels) * 3 * size * size <= FITS
+    return decoded(files, size) if fits and _has_size(files, size) else files
 
 
-def image_files(folder: Path) -> Files:
+def image_files(folder: Path) -> Encoded:
     """The images of `folder/CLASS/*`, classes and files in order of their names."""
     classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
     if not classes:
@@ -182,58 +183,40 @@ def image_files(folder: Path) -> Files:
             raise ValueError(f"{folder / name} has no images; remove the folder or fill it")
         paths += found
         labels += [label] * len(found)
-    return Files(paths, torch.tensor(labels), tuple(classes))
+    return Encoded(Folder(paths), torch.tensor(labels), tuple(classes))
 
 
-def read_image(path: Path) -> Any:
-    """An image in RGB; ValueError if the file is damaged."""
-    from PIL import Image
-
-    try:
-        with Image.open(path) as image:
-            return eight_bits(image).convert("RGB")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{path} is not an image that can be read: {error}") from error
-
-
-def eight_bits(image: Any) -> Any:
-    """An image whose values are 0 to 255; Pillow's own conversion clips larger ones."""
-    from PIL import Image
-
-    if image.mode == "F":
-        raise ValueError("its pixels are floating-point numbers; save it with 8 or 16 bits")
-    if not image.mode.startswith("I"):
-        return image
-    values = numpy.asarray(image)
-    if values.min() < 0 or values.max() > 65535:
-        raise ValueError(f"its pixels reach {values.max()}; save it with 8 or 16 bits")
-    return Image.fromarray((values // 257).astype(numpy.uint8))
-
-
-def decoded(files: Files, size: int) -> Resident:
+def decoded(files: Encoded, size: int) -> Resident:
     """The images in memory; ValueError that names those that are damaged or of another size."""
     from torchvision.transforms.functional import pil_to_tensor
 
-    images = torch.empty(len(files.paths), 3, size, size, dtype=torch.uint8)
-    problems = []
-    for i, path in enumerate(files.paths):
+    images = torch.empty(len(files.labels), 3, size, size, dtype=torch.uint8)
+
+    def read(i: int) -> str | None:
+        """Put image i in its place, or say what is wrong with it."""
         try:
-            image = pil_to_tensor(read_image(path))
+            image = pil_to_tensor(decode(files.source, i))
         except ValueError as error:
-            problems.append(str(error))
-            continue
+            return str(error)
         if image.shape[1:] != (size, size):
-            problems.append(f"{path} is {image.shape[2]}×{image.shape[1]}, not {size}×{size}")
-            continue
+            where = files.source.where(i)
+            return f"{where} is {image.shape[2]}×{image.shape[1]}, not {size}×{size}"
         images[i] = image
+        return None
+
+    # decoding leaves Python's lock to other threads
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        found = threads.map(read, range(len(files.labels)), chunksize=1)
+        problems = [problem for problem in found if problem is not None]
     if problems:
         shown = "; ".join(problems[:5]) + ("; …" if len(problems) > 5 else "")
-        raise ValueError(f"{len(problems)} of {len(files.paths)} images cannot be used: {shown}")
+        raise ValueError(f"{len(problems)} of {len(files.labels)} images cannot be used: {shown}")
     return Resident(images, files.labels, files.classes)
 
 
-def _has_size(path: Path, size: int) -> bool:
-    return tuple(read_image(path).size) == (size, size)
+def _has_size(files: Encoded, size: int) -> bool:
+    """Whether the first image has it."""
+    return tuple(decode(files.source, 0).size) == (size, size)
 
 
 def corrupt(labels: Tensor, share: float, classes: int, seed: int) -> Tensor:

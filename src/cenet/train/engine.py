@@ -9,7 +9,7 @@ from torch import Tensor
 
 import cenet.train.snapshot as snapshot
 from cenet.analysis.monitor import Monitor
-from cenet.train.data import Files, Split, digest
+from cenet.train.data import Encoded, Split, digest
 from cenet.train.evaluation import evaluate
 from cenet.train.graphs import Graphed, problem
 from cenet.train.inputs import inputs_of
@@ -51,7 +51,7 @@ class Trainer(Loop):
             recipe, network, inputs, options, processes, images=len(data.train.labels),
             data=digest(data), sums=3,
         )  # fmt: skip
-        self.slow_test = isinstance(data.test, Files)
+        self.slow_test = isinstance(data.test, Encoded)
         self.loss = build_loss(recipe).to(device)
         self.mixup = build_mixup(recipe, len(inputs.classes))
         if recipe.ema > 0:

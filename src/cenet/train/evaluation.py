@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from cenet.train.data import Files, Resident
+from cenet.train.data import Encoded, Resident
 from cenet.train.inputs import Inputs
 from cenet.train.loaders import evaluation_batches
 from cenet.train.processes import Processes, total
@@ -15,7 +15,7 @@ TEST_BATCH = 256
 @torch.no_grad()
 def evaluate(
     network: nn.Module,
-    data: Resident | Files,
+    data: Resident | Encoded,
     inputs: Inputs,
     recipe: Recipe,
     processes: Processes,

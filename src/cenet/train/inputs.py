@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cenet.train.data import Files, Resident
+from cenet.train.data import Encoded, Resident
 
 # ImageNet's, on a scale to 255
 FILES_MEAN = (123.675, 116.28, 103.53)
@@ -42,12 +42,12 @@ class Inputs(NamedTuple):
         return found
 
 
-def inputs_of(train: Resident | Files) -> Inputs:
+def inputs_of(train: Resident | Encoded) -> Inputs:
     """What a network trained on these images takes.
 
     Images in memory are normalized by their own statistics, files by ImageNet's.
     """
-    if isinstance(train, Files):
+    if isinstance(train, Encoded):
         return Inputs(train.classes, FILES_MEAN, FILES_STD)
     # integers, so that the sums are exact
     values = train.images.transpose(0, 1).flatten(1)

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 
 import cenet.train.interrupts as interrupts
-from cenet.train.data import Files, Resident, read_image
+from cenet.train.data import Encoded, Resident
+from cenet.train.decoding import decode
 from cenet.train.inputs import Inputs
 from cenet.train.recipes import Augment, Recipe
 
@@ -133,11 +134,11 @@ class ResidentLoader:
 class _Images(Dataset[tuple[Tensor, int]]):
     """Files, decoded and transformed; the chance in it depends on seed, epoch and image alone."""
 
-    def __init__(self, files: Files, transform: Any, seed: int, epoch: int) -> None:
+    def __init__(self, files: Encoded, transform: Any, seed: int, epoch: int) -> None:
         self.files, self.transform, self.seed, self.epoch = files, transform, seed, epoch
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        image = read_image(self.files.paths[index])
+        image = decode(self.files.source, index)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_of("image", self.seed, self.epoch, index))
             return self.transform(image), int(self.files.labels[index])
@@ -148,7 +149,7 @@ class FilesLoader:
 
     def __init__(
         self,
-        data: Files,
+        data: Encoded,
         inputs: Inputs,
         shard: Shard,
         *,
@@ -175,7 +176,7 @@ class FilesLoader:
 
 def training_loader(
     recipe: Recipe,
-    data: Resident | Files,
+    data: Resident | Encoded,
     inputs: Inputs,
     shard: Shard,
     *,
@@ -196,7 +197,7 @@ def training_loader(
 
 
 def evaluation_batches(
-    data: Resident | Files,
+    data: Resident | Encoded,
     inputs: Inputs,
     *,
     size: int,
@@ -210,7 +211,7 @@ def evaluation_batches(
     """All test images of this process once, in order."""
     places = torch.arange(rank, len(data.labels), world)
     batches = torch.split(places, batch)
-    if isinstance(data, Files):
+    if isinstance(data, Encoded):
         dataset = _Images(data, transforms(None, size), 0, 0)
         indices = [chosen.tolist() for chosen in batches]
         place = partial(_placed, inputs=inputs, device=device, channels_last=channels_last)
