@@ -23,8 +23,8 @@ from cenet.detection.recipes import DetectionRecipe
 from cenet.detection.run import evaluate_run
 from cenet.train import saving
 from cenet.train.diagnosis import NonFiniteLoss
+from cenet.train.interrupts import Interrupted
 from cenet.train.logbook import read_metrics, read_run
-from cenet.train.loop import Interrupted
 from cenet.train.processes import Processes
 from test_scaling_out import torchrun
 

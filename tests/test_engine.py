@@ -10,16 +10,15 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-import cenet.train.engine as engine_module
 import cenet.train.loop as loop_module
 from _training import TINY, VARIATIONS, assert_same_run, few_digits, metrics, stop_at, trainer
 from cenet.models import create_model
 from cenet.nn import ce_layers
 from cenet.train import RECIPES, snapshot
 from cenet.train.engine import Trainer
+from cenet.train.interrupts import Interrupted
 from cenet.train.loaders import epoch_order, seed_of
 from cenet.train.logbook import read_metrics
-from cenet.train.loop import Interrupted
 from cenet.train.options import Options
 from cenet.train.processes import Processes
 from cenet.train.run import Job, evaluate_run, train
@@ -153,13 +152,13 @@ def test_seconds_are_those_of_training_over_all_parts_of_an_epoch(tmp_path, monk
     """By a clock on which an update takes a second, and a test an hour."""
     now = [0.0]
     monkeypatch.setattr(loop_module.time, "perf_counter", lambda: now[0])
-    tested = engine_module.evaluate
+    tested = Trainer.test
 
-    def slow_test(*args, **options):
+    def slow_test(engine):
         now[0] += 3600
-        return tested(*args, **options)
+        return tested(engine)
 
-    monkeypatch.setattr(engine_module, "evaluate", slow_test)
+    monkeypatch.setattr(Trainer, "test", slow_test)
 
     def slow(engine):
         real = engine._update

@@ -24,7 +24,7 @@ from PIL import Image
 from _training import ALONE, TINY, VARIATIONS, assert_same_run, call, few_digits, stop_at, trainer
 from cenet.train import saving, snapshot
 from cenet.train.engine import Trainer
-from cenet.train.loop import Interrupted
+from cenet.train.interrupts import Interrupted
 from cenet.train.options import Options
 from cenet.train.processes import Processes
 from cenet.train.run import Job, train
@@ -233,14 +233,14 @@ def test_checkpoints_come_as_often_as_asked_and_two_stay(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_ends_a_run_and_leaves_its_checkpoints(tmp_path, monkeypatch):
-    real = saving.replace_file
+    real = saving.save_file
 
-    def full(path, content):
-        if path == saving.checkpoint_path(tmp_path, 18):
+    def full(tensors, path, metadata):
+        real(tensors, path, metadata)
+        if "000000018" in path.name:
             raise OSError(errno.ENOSPC, "No space left on device")
-        real(path, content)
 
-    monkeypatch.setattr(saving, "replace_file", full)
+    monkeypatch.setattr(saving, "save_file", full)
     with pytest.raises(OSError, match="No space left"):
         trainer(replace(TINY, epochs=3), tmp_path, few_digits()).run()
     assert [int(path.stem[5:]) for path in saving.checkpoints(tmp_path)] == [12, 6]
@@ -307,6 +307,7 @@ def test_an_interrupted_run_of_cuda_graphs_goes_on(tmp_path):
     half.run()
     half.recipe = replace(TINY, epochs=3)
     half.save()
+    half.writer.wait()
     rest = trainer("half", 3)
     assert rest.resume()
     rest.run()

@@ -149,7 +149,7 @@ def digest(tensors: Mapping[str, Tensor], facts: str) -> str:
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()
         found.update(f"|{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        found.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 

@@ -9,6 +9,7 @@ from cenet.detection.engine import DetectionOptions
 from cenet.detection.recipes import RECIPES, find_recipe
 from cenet.detection.run import DetectionJob, evaluate_run, show_run, train
 from cenet.train.command import ended, is_first, parse_job
+from cenet.train.times import LIBRARIES, Clock, process_age
 
 Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 Device = Literal["auto", "cpu", "cuda"]
@@ -46,7 +47,8 @@ def parse(arguments: list[str]) -> DetectionJob:
 
 def run_train(job: DetectionJob) -> None:
     """Train by a recipe: `cenet detect train RECIPE [--field value ...]`."""
-    row = ended(lambda: train(job), job.options.out)
+    clock = Clock(LIBRARIES, process_age())
+    row = ended(lambda: train(job, clock), job.options.out)
     if row and is_first():
         found = ", ".join(
             f"{name.replace('_', ' ')} {value:.3f}" for name, value in row.items() if "_ap" in name

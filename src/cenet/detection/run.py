@@ -23,6 +23,7 @@ from cenet.train.logbook import read_run
 from cenet.train.loop import Loop
 from cenet.train.run import Device, carry_out
 from cenet.train.saving import replace_file
+from cenet.train.times import DATA, LIBRARIES, NETWORK, Clock
 from cenet.train.weights import read_weights
 
 PAGE = "detection.html"
@@ -50,14 +51,19 @@ class DetectionJob:
     device: Device = "auto"
 
 
-def train(job: DetectionJob) -> dict[str, Any]:
+def train(job: DetectionJob, clock: Clock | None = None) -> dict[str, Any]:
     """Run a job, alone or as one of torchrun's processes, and return the last row of metrics.
+
+    Args:
+        job: what to run.
+        clock: tells where the time goes; one that began earlier counts what came before, too.
 
     Raises:
         ValueError: the data, the checkpoint or the device are not what the job needs.
         Interrupted, NonFiniteLoss: see `Loop.run`.
     """
     require_evaluation()
+    clock = clock or Clock(LIBRARIES)
     untrained = job.checkpoint is None and not saving.checkpoints(job.options.out)
     setting, layers = job.recipe.setting, job.recipe.trainable_layers
     if untrained and (setting != "scratch" or layers < len(STAGES)):
@@ -68,14 +74,16 @@ def train(job: DetectionJob) -> dict[str, Any]:
         )
 
     def build(own: processes.Processes) -> Loop:
+        clock.enter(DATA)
         data = load(job.recipe, job.data)
+        clock.enter(NETWORK)
         if own.is_first:
             parts = {part.name: part for part in data}  # they may be the same
             print(*(part.report() for part in parts.values()), sep="\n", flush=True)
             write_left_out(job.options.out / LEFT_OUT, parts)
         return DetectionTrainer(job.recipe, data, job.options, own, job.checkpoint)
 
-    return carry_out(build, job.options, job.device)
+    return carry_out(build, job.options, job.device, clock)
 
 
 def write_left_out(path: Path, parts: dict[str, Scenes]) -> None:

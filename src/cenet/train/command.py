@@ -10,10 +10,11 @@ import tyro
 
 import cenet.train.interrupts as interrupts
 from cenet.train.diagnosis import NonFiniteLoss
-from cenet.train.loop import Interrupted
+from cenet.train.interrupts import Interrupted
 from cenet.train.options import Options
 from cenet.train.recipes import RECIPES, find_recipe
 from cenet.train.run import Job, train
+from cenet.train.times import LIBRARIES, Clock, process_age
 
 EXAMPLE = "digits_ce"
 J = TypeVar("J")
@@ -59,7 +60,8 @@ def parse_job(
 
 def run(job: Job) -> None:
     """Run a job to its end; exit with a line and a code that say how it ended."""
-    row = ended(lambda: train(job), job.options.out)
+    clock = Clock(LIBRARIES, process_age())
+    row = ended(lambda: train(job, clock), job.options.out)
     if row and is_first():
         print(
             f"epoch {row['epoch']}: test top-1 {row['test_top1']:.2%}, top-5 "

@@ -1,20 +1,19 @@
 """Images and labels: embedded digits, CIFAR-10 and folders of images, checked before training."""
 
-import os
-from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from cenet.train.decoding import decode
+from cenet.train.reading import read_all
 from cenet.train.recipes import Recipe
 from cenet.train.sources import Folder, Source
 
 DIGITS_TEST = 450
+SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 # a data set of so many bytes of decoded pixels is held in memory
 FITS = 4 * 2**30
 
@@ -177,7 +176,7 @@ def image_files(folder: Path) -> Encoded:
     labels: list[int] = []
     for label, name in enumerate(classes):
         found = sorted(
-            path for path in (folder / name).rglob("*") if path.suffix.lower() in IMG_EXTENSIONS
+            path for path in (folder / name).rglob("*") if path.suffix.lower() in SUFFIXES
         )
         if not found:
             raise ValueError(f"{folder / name} has no images; remove the folder or fill it")
@@ -188,30 +187,7 @@ def image_files(folder: Path) -> Encoded:
 
 def decoded(files: Encoded, size: int) -> Resident:
     """The images in memory; ValueError that names those that are damaged or of another size."""
-    from torchvision.transforms.functional import pil_to_tensor
-
-    images = torch.empty(len(files.labels), 3, size, size, dtype=torch.uint8)
-
-    def read(i: int) -> str | None:
-        """Put image i in its place, or say what is wrong with it."""
-        try:
-            image = pil_to_tensor(decode(files.source, i))
-        except ValueError as error:
-            return str(error)
-        if image.shape[1:] != (size, size):
-            where = files.source.where(i)
-            return f"{where} is {image.shape[2]}×{image.shape[1]}, not {size}×{size}"
-        images[i] = image
-        return None
-
-    # decoding leaves Python's lock to other threads
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        found = threads.map(read, range(len(files.labels)), chunksize=1)
-        problems = [problem for problem in found if problem is not None]
-    if problems:
-        shown = "; ".join(problems[:5]) + ("; …" if len(problems) > 5 else "")
-        raise ValueError(f"{len(problems)} of {len(files.labels)} images cannot be used: {shown}")
-    return Resident(images, files.labels, files.classes)
+    return Resident(read_all(files.source, size), files.labels, files.classes)
 
 
 def _has_size(files: Encoded, size: int) -> bool:

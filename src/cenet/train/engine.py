@@ -1,18 +1,19 @@
 """The training loop of classifiers."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from timm.utils.model_ema import ModelEmaV3
-from torch import Tensor
+from torch import Tensor, nn
 
 import cenet.train.snapshot as snapshot
 from cenet.analysis.monitor import Monitor
 from cenet.train.data import Encoded, Split, digest
-from cenet.train.evaluation import evaluate
+from cenet.train.evaluation import Tester
 from cenet.train.graphs import Graphed, problem
-from cenet.train.inputs import inputs_of
+from cenet.train.inputs import Inputs, inputs_of
 from cenet.train.loaders import seed_of, training_loader
 from cenet.train.loop import Batch, Loop
 from cenet.train.options import Options
@@ -35,21 +36,17 @@ class Trainer(Loop):
 
     def __init__(self, recipe: Recipe, data: Split, options: Options, processes: Processes) -> None:
         """Build everything, on the device of this process."""
-        self.data = data
         device = processes.device
         if options.cuda_graphs and (found := problem(device, processes.world, recipe.precision)):
             raise ValueError(found)
-        snapshot.seed_everything(seed_of("weights", recipe.seed))
-        inputs = inputs_of(data.train)
-        network = build_network(recipe, inputs)
-        check_size(network, recipe, inputs)
+        with ThreadPoolExecutor(1) as beside:
+            digested = beside.submit(digest, data)
+            inputs = inputs_of(data.train, device)
+            network = _network(recipe, inputs, device)
         layout = torch.channels_last if options.channels_last else torch.contiguous_format
-        network = network.to(device).to(memory_format=layout)
-        if recipe.sync_ce:
-            network = synchronized(network, device)
         super().__init__(
-            recipe, network, inputs, options, processes, images=len(data.train.labels),
-            data=digest(data), sums=3,
+            recipe, network.to(memory_format=layout), inputs, options, processes,
+            images=len(data.train.labels), data=digested.result(), sums=3,
         )  # fmt: skip
         self.slow_test = isinstance(data.test, Encoded)
         self.loss = build_loss(recipe).to(device)
@@ -64,6 +61,13 @@ class Trainer(Loop):
         self._forward: Callable[[Tensor], Tensor] = self.wrapped
         if options.compile:
             self._forward = torch.compile(self.wrapped)
+        evaluated = self.evaluated
+        self._tester = Tester(
+            evaluated, data.test, inputs, recipe, processes,
+            forward=torch.compile(evaluated) if options.compile else None,
+            graphed=options.cuda_graphs, channels_last=options.channels_last,
+            workers=options.workers,
+        )  # fmt: skip
         self._add_gradients: Callable[..., None] = self._gradients
         self._apply_gradients: Callable[[], None] = super().apply_gradients
         if options.cuda_graphs:
@@ -136,11 +140,17 @@ class Trainer(Loop):
 
     def test(self) -> dict[str, Any]:
         """See `Loop`."""
-        return evaluate(
-            self.evaluated, self.data.test, self.inputs, self.recipe, self.processes,
-            channels_last=self.options.channels_last, workers=self.options.workers,
-        )  # fmt: skip
+        return self._tester()
 
     def line(self, row: dict[str, Any]) -> str:
         """See `Loop`."""
         return f"test loss {row['test_loss']:.4f}, top-1 {row['test_top1']:.2%}"
+
+
+def _network(recipe: Recipe, inputs: Inputs, device: torch.device) -> nn.Module:
+    """The network at the beginning of a run."""
+    snapshot.seed_everything(seed_of("weights", recipe.seed))
+    network = build_network(recipe, inputs)
+    check_size(network, recipe, inputs)
+    network = network.to(device)
+    return synchronized(network, device) if recipe.sync_ce else network

@@ -1,9 +1,13 @@
 """Accuracy on the test images."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cenet.train.data import Encoded, Resident
+from cenet.train.graphs import Graphed
 from cenet.train.inputs import Inputs
 from cenet.train.loaders import evaluation_batches
 from cenet.train.processes import Processes, total
@@ -12,34 +16,67 @@ from cenet.train.recipes import Recipe
 TEST_BATCH = 256
 
 
-@torch.no_grad()
-def evaluate(
-    network: nn.Module,
-    data: Resident | Encoded,
-    inputs: Inputs,
-    recipe: Recipe,
-    processes: Processes,
-    *,
-    channels_last: bool = False,
-    workers: int = 0,
-) -> dict[str, float]:
-    """Loss, top-1 and top-5 accuracy on test images, over all processes."""
-    was_training = network.training
-    network.eval()
-    device = processes.device
-    sums = torch.zeros(4, dtype=torch.float64, device=device)
-    batches = evaluation_batches(
-        data, inputs, size=recipe.image_size, batch=TEST_BATCH, device=device,
-        channels_last=channels_last, workers=workers, rank=processes.rank, world=processes.world,
-    )  # fmt: skip
-    for images, labels in batches:
-        logits = network(images).float()
+class Tester:
+    """Loss, top-1 and top-5 accuracy of one network, after each epoch.
+
+    Images that fit stay on the device. Loss and hits are added up there, and come back once.
+
+    Args:
+        network: is tested in evaluation mode.
+        data: the test images.
+        inputs: what the network takes.
+        recipe: knows their size.
+        processes: among which the images are divided.
+        forward: the network as it is called: itself by default, or compiled.
+        graphed: replay the test of a batch as a CUDA graph.
+        channels_last, workers: see `Options`.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        data: Resident | Encoded,
+        inputs: Inputs,
+        recipe: Recipe,
+        processes: Processes,
+        *,
+        forward: Callable[[Tensor], Tensor] | None = None,
+        graphed: bool = False,
+        channels_last: bool = False,
+        workers: int = 0,
+    ) -> None:
+        """Bring the images to the device."""
+        device = processes.device
+        self.network, self.processes = network, processes
+        if isinstance(data, Resident):
+            data = data._replace(images=data.images.to(device), labels=data.labels.to(device))
+        self._batches: dict[str, Any] = {
+            "data": data, "inputs": inputs, "size": recipe.image_size, "batch": TEST_BATCH,
+            "device": device, "channels_last": channels_last, "workers": workers,
+            "rank": processes.rank, "world": processes.world,
+        }  # fmt: skip
+        self._forward = forward or network
+        self._sums = torch.zeros(4, dtype=torch.float64, device=device)
+        # batches of other sizes, as the last, are not captured
+        self._add_full: Callable[..., None] = Graphed(self._add) if graphed else self._add
+
+    @torch.no_grad()
+    def __call__(self) -> dict[str, float]:
+        """Test the network as it is now; all processes take part."""
+        was_training = self.network.training
+        self.network.eval()
+        self._sums.zero_()
+        for images, labels in evaluation_batches(**self._batches):
+            add = self._add_full if len(labels) == TEST_BATCH else self._add
+            add(images, labels)
+        self.network.train(was_training)
+        loss, top1, top5, count = total(self._sums, self.processes).tolist()
+        return {"test_loss": loss / count, "test_top1": top1 / count, "test_top5": top5 / count}
+
+    def _add(self, images: Tensor, labels: Tensor) -> None:
+        logits = self._forward(images).float()
         loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
         best = logits.topk(min(5, logits.shape[1]), 1).indices == labels[:, None]
-        sums += torch.stack(
-            [loss.double(), best[:, 0].sum().double(), best.any(1).sum().double(),
-             torch.tensor(float(len(labels)), dtype=torch.float64, device=device)]
-        )  # fmt: skip
-    network.train(was_training)
-    loss_sum, top1, top5, count = total(sums, processes).tolist()
-    return {"test_loss": loss_sum / count, "test_top1": top1 / count, "test_top5": top5 / count}
+        found = [loss.double(), best[:, 0].sum().double(), best.any(1).sum().double()]
+        self._sums[:3] += torch.stack(found)
+        self._sums[3] += len(labels)

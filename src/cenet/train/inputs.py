@@ -42,17 +42,19 @@ class Inputs(NamedTuple):
         return found
 
 
-def inputs_of(train: Resident | Encoded) -> Inputs:
+def inputs_of(train: Resident | Encoded, device: torch.device | None = None) -> Inputs:
     """What a network trained on these images takes.
 
-    Images in memory are normalized by their own statistics, files by ImageNet's.
+    Images in memory are normalized by their own statistics, which are counted on the device; files
+    by ImageNet's.
     """
     if isinstance(train, Encoded):
         return Inputs(train.classes, FILES_MEAN, FILES_STD)
     # integers, so that the sums are exact
-    values = train.images.transpose(0, 1).flatten(1)
+    values = train.images.to(device).transpose(0, 1).flatten(1)
     count = values.shape[1]
-    histogram = torch.stack([torch.bincount(channel, minlength=256) for channel in values.int()])
+    counts = [torch.bincount(channel.int(), minlength=256) for channel in values]
+    histogram = torch.stack(counts).cpu()
     levels = torch.arange(256, dtype=torch.float64)
     mean = (histogram @ levels.to(histogram.dtype)).double() / count
     square = (histogram.double() * (levels - mean[:, None]).square()).sum(1) / count

@@ -12,6 +12,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 INTERRUPTED = 75
 
 
+class Interrupted(Exception):
+    """The run was asked to stop, and has been saved."""
+
+
 class Interrupts:
     """While this context lasts, signals are noted instead of killing the process."""
 

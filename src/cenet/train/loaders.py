@@ -94,7 +94,7 @@ class ResidentLoader:
         self.channels_last = channels_last
         self.size = data.images.shape[2:]
         margin = (PADDING,) * 4 if augment == "crop_flip" else (0,) * 4
-        self.images = pad(data.images, margin).permute(0, 2, 3, 1).contiguous().to(device)
+        self.images = pad(data.images.to(device), margin).permute(0, 2, 3, 1).contiguous()
         self.labels = data.labels.to(device)
         self.mean, self.std = inputs.statistics(device)
 
@@ -209,19 +209,19 @@ def evaluation_batches(
     world: int = 1,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """All test images of this process once, in order."""
-    places = torch.arange(rank, len(data.labels), world)
-    batches = torch.split(places, batch)
     if isinstance(data, Encoded):
         dataset = _Images(data, transforms(None, size), 0, 0)
-        indices = [chosen.tolist() for chosen in batches]
+        places = torch.arange(rank, len(data.labels), world)
+        indices = [chosen.tolist() for chosen in torch.split(places, batch)]
         place = partial(_placed, inputs=inputs, device=device, channels_last=channels_last)
         yield from map(place, loaded(dataset, indices, workers, 0))
         return
     mean, std = inputs.statistics(device)
-    for chosen in batches:
-        images = data.images[chosen].to(device).permute(0, 2, 3, 1)
-        images = ((images.float() - mean) / std).permute(0, 3, 1, 2)
-        yield (images if channels_last else images.contiguous()), data.labels[chosen].to(device)
+    own = (torch.split(part[rank::world], batch) for part in (data.images, data.labels))
+    for images, labels in zip(*own, strict=True):
+        pixels = images.to(device).permute(0, 2, 3, 1)
+        pixels = ((pixels.float() - mean) / std).permute(0, 3, 1, 2)
+        yield (pixels if channels_last else pixels.contiguous()), labels.to(device)
 
 
 def transforms(augment: Augment | None, size: int) -> Any:

@@ -12,6 +12,7 @@ from cenet.train.course import C, Course
 from cenet.train.inputs import Inputs
 from cenet.train.saving import replace_file
 
+ABOUT = "run.json"
 METRICS = "metrics.jsonl"
 CHANNELS = "channels.csv"
 # what differs between two runs of the same recipe
@@ -25,6 +26,7 @@ class Logbook:
         """Read what is there."""
         self.folder = folder
         self.rows: list[dict[str, Any]] = []
+        self._about: dict[str, Any] = {}
         self._tensorboard: Any = None
         path = folder / METRICS
         if path.is_file():
@@ -36,7 +38,7 @@ class Logbook:
         """Say what runs; forget what came after so many epochs and updates: it will come again."""
         self.rows = [row for row in self.rows if row["epoch"] <= after]
         self._forget_channels(updates)
-        path = self.folder / "run.json"
+        path = self.folder / ABOUT
         about: dict[str, Any] = {
             "command": recipe.command,
             "recipe": recipe.as_dict(),
@@ -48,7 +50,9 @@ class Logbook:
                 before = json.loads(path.read_text())
                 about["environment"] = before["environment"]
                 about["resumed"] = [*before.get("resumed", []), facts]
-        replace_file(path, (json.dumps(about, indent=2) + "\n").encode())
+                about["times"] = list(before.get("times", []))
+        self._about = about
+        self._write_about()
         self._write()
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -89,10 +93,18 @@ class Logbook:
         writer.writerows(kept)
         replace_file(path, text.getvalue().encode())
 
+    def add_times(self, times: dict[str, Any]) -> None:
+        """Say where the time of this start went."""
+        self._about["times"] = [*self._about.get("times", []), times]
+        self._write_about()
+
     def end(self) -> None:
         """Close files."""
         if self._tensorboard is not None:
             self._tensorboard.close()
+
+    def _write_about(self) -> None:
+        replace_file(self.folder / ABOUT, (json.dumps(self._about, indent=2) + "\n").encode())
 
     def _write(self) -> None:
         lines = "".join(json.dumps(row) + "\n" for row in self.rows)
@@ -119,7 +131,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def read_run(folder: Path, kind: type[C]) -> tuple[C, Inputs]:
     """The recipe of a run, and what its network takes; ValueError if it is none of this kind."""
-    path = folder / "run.json"
+    path = folder / ABOUT
     if not path.is_file():
         raise ValueError(f"{folder} is not a folder of `{kind.command}`: it has no {path.name}")
     try:

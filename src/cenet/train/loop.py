@@ -8,110 +8,58 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from timm.scheduler.scheduler import Scheduler
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch import nn
 
 import cenet.train.saving as saving
-import cenet.train.snapshot as snapshot
-from cenet.checkpoints import load_state_
 from cenet.environment import environment
-from cenet.train.course import Course
 from cenet.train.diagnosis import NonFiniteLoss, first_non_finite
-from cenet.train.inputs import Inputs
-from cenet.train.interrupts import Interrupts
-from cenet.train.loaders import Shard
+from cenet.train.interrupts import Interrupted, Interrupts
 from cenet.train.logbook import Logbook
 from cenet.train.narrator import Narrator
-from cenet.train.options import RunOptions
-from cenet.train.processes import Processes, any_of, gathered, share_buffers_, total
-from cenet.train.setup import build_optimizer, build_schedule
+from cenet.train.processes import any_of, highest, share_buffers_, total
+from cenet.train.state import RunState
+from cenet.train.times import (
+    FIRST_STEP,
+    SAVING,
+    TEST,
+    TRAINING,
+    Clock,
+    Waits,
+    in_words,
+    start_in_words,
+)
 from cenet.train.weights import WEIGHTS, write_weights
 
 PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 Batch = tuple[Any, ...]
+# what processes ask each other for after an update
+NOTHING, CHECKPOINT, STOP = range(3)
 
 
-@dataclass
-class Position:
-    """How far a run is."""
-
-    sums: Tensor  # over the images of the epoch: first the loss, last their number
-    epoch: int = 0
-    step: int = 0  # of the epoch
-    updates: int = 0
-    seconds: float = 0.0  # of the epoch, until it was interrupted
-
-
-class Interrupted(Exception):
-    """The run was asked to stop, and has been saved."""
-
-
-class Loop(ABC):
+class Loop(RunState, ABC):
     """A recipe at work.
 
     Attributes:
-        ema: averaged weights, or None.
         clears: gradients become None after an update, not zero.
         slow_test: the test takes its time and can fail, so a checkpoint is written before.
+        clock: where the time of the run goes.
     """
 
-    ema: Any = None
     clears = True
     slow_test = False
 
-    def __init__(
-        self,
-        recipe: Course,
-        network: nn.Module,
-        inputs: Inputs,
-        options: RunOptions,
-        processes: Processes,
-        *,
-        images: int,
-        data: str,
-        sums: int,
-    ) -> None:
-        """Build what trains `network`, which is on the device, on so many images.
-
-        Args:
-            recipe, network, options, processes: as their names say.
-            inputs: what the network takes.
-            images: of an epoch.
-            data: a digest of the images, and of what is known about them.
-            sums: numbers that a step adds to `position.sums`.
-        """
-        self.recipe, self.network, self.inputs = recipe, network, inputs
-        self.options, self.processes, self.digest = options, processes, data
-        self.shard = Shard(images, recipe.batch_size, rank=processes.rank, world=processes.world)
-        if recipe.accumulate > self.shard.steps:
-            raise ValueError(
-                f"accumulate={recipe.accumulate} is more than the {self.shard.steps} steps of an "
-                "epoch; lower it"
-            )
-        self.updates_per_epoch = self.shard.steps // recipe.accumulate
-        per_update = recipe.batch_size * processes.world * recipe.accumulate
-        self.optimizer: Optimizer = build_optimizer(recipe, network, images_per_update=per_update)
-        self.schedule: Scheduler = build_schedule(
-            recipe, self.optimizer, updates_per_epoch=self.updates_per_epoch
-        )
-        device = processes.device
-        self.scaler = torch.amp.GradScaler(device.type, enabled=recipe.precision == "float16")
-        self.position = Position(torch.zeros(sums, dtype=torch.float64, device=device))
-        self.logbook = Logbook(options.out)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """See `RunState`."""
+        super().__init__(*args, **kwargs)
+        self.clock = Clock()
+        self.waits = Waits(self.processes.device)
+        self.logbook = Logbook(self.options.out)
         self.narrator = Narrator(
-            shown=processes.is_first, epochs=recipe.epochs, steps=self.shard.steps
+            shown=self.processes.is_first, epochs=self.recipe.epochs, steps=self.shard.steps
         )
-        self.wrapped: Any = network
-        if processes.world > 1:
-            ids = [device.index] if device.type == "cuda" else None
-            self.wrapped = DistributedDataParallel(network, device_ids=ids)
 
     # what a subclass says
 
@@ -143,7 +91,7 @@ class Loop(ABC):
     def line(self, row: dict[str, Any]) -> str:
         """What a log says about an epoch beside its loss and time."""
 
-    def watch(self) -> None:  # noqa: B027, most loops have nothing to watch
+    def watch(self) -> None:
         """Start what looks at the network while it trains, in the first process."""
 
     # running
@@ -163,13 +111,26 @@ class Loop(ABC):
                 updates=self.position.updates,
             )  # fmt: skip
             self.watch()
-        with Interrupts() as interrupts, self.narrator:
-            while self.position.epoch < self.recipe.epochs:
-                self.train_epoch(interrupts)
-                self.end_epoch()
-        self.logbook.end()
-        if self.processes.is_first:
-            write_weights(self.options.out / WEIGHTS, self.evaluated, self.recipe, self.inputs)
+        self.clock.enter(FIRST_STEP)
+        images = 0
+        try:
+            with Interrupts() as interrupts, self.narrator, self.writer:
+                while self.position.epoch < self.recipe.epochs:
+                    before = self.position.step
+                    try:
+                        self.train_epoch(interrupts)
+                    finally:
+                        images += (self.position.step - before) * self._images_per_step
+                    self.end_epoch()
+            with self.clock.on(SAVING):
+                self.writer.wait()
+                if self.processes.is_first:
+                    path = self.options.out / WEIGHTS
+                    write_weights(path, self.evaluated, self.recipe, self.inputs)
+        except Interrupted:
+            self._tell_times(images)
+            raise
+        self._tell_times(images)
         row: dict[str, Any] = self.logbook.rows[-1] if self.logbook.rows else {}
         return row
 
@@ -186,7 +147,7 @@ class Loop(ABC):
             # after a restart with another number of processes, the first may have fewer
             last = min(position.step - position.step % micro + micro, steps)
             while position.step < last:
-                batch = next(batches)
+                batch = self.waits.next(batches, self.clock)
                 position.step += 1
                 self._backward(batch, last=position.step == last)
             # on a CPU looking costs nothing, on a GPU it waits for the step
@@ -197,23 +158,64 @@ class Loop(ABC):
             self._update()
             if look:
                 self._tell(time.perf_counter() - started)
+            if self.clock.part == FIRST_STEP:
+                self._tell_start()
             position.seconds = time.perf_counter() - started
-            every = self.options.checkpoint_every
-            interrupts.reclaim()
-            if any_of(interrupts.asked is not None, self.processes):
-                self.save()
-                raise Interrupted
-            if every and position.updates % every == 0 and position.step < steps:
-                self.save()
+            self._answer(self._asked_for(interrupts), batch, is_last=position.step == steps)
         self._check(batch)
         # until here a GPU may have been behind
         position.seconds = time.perf_counter() - started
+        self.waits.settle(self.clock)
+
+    def _asked_for(self, interrupts: Interrupts) -> int:
+        """The most that any process asks for."""
+        interrupts.reclaim()
+        self.writer.look()
+        asked = NOTHING
+        if interrupts.asked is not None:
+            asked = STOP
+        elif self.save_is_due():
+            asked = CHECKPOINT
+        return highest(asked, self.processes)
+
+    def _answer(self, asked: int, batch: Batch | None, *, is_last: bool) -> None:
+        """Save or stop, if that is asked for or it is time."""
+        every = self.options.checkpoint_every
+        on_time = every > 0 and self.position.updates % every == 0
+        if asked == STOP:
+            with self.clock.on(SAVING):
+                self.save()
+                self.writer.wait()
+            raise Interrupted
+        # after the last step of an epoch comes its end, which saves
+        if not is_last and (asked == CHECKPOINT or on_time):
+            self._check(batch)
+            with self.clock.on(SAVING):
+                self.save()
+
+    @property
+    def _images_per_step(self) -> int:
+        return self.recipe.batch_size * self.processes.world
+
+    def _tell_start(self) -> None:
+        """The first step of this start has been made."""
+        if self.processes.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.clock.enter(TRAINING)
+        self.narrator.say(start_in_words(self.clock.spent))
+
+    def _tell_times(self, images: int) -> None:
+        """Where the time of this start went, on the screen and in run.json."""
+        if self.processes.is_first and images:
+            summary = self.clock.summary(images)
+            self.logbook.add_times(summary)
+            print(in_words(summary), flush=True)
+        self.logbook.end()
 
     def _tell(self, seconds: float) -> None:
         position = self.position
         sums = position.sums.tolist()
-        images = position.step * self.recipe.batch_size * self.processes.world
-        speed = images / seconds
+        speed = position.step * self._images_per_step / seconds
         parts = (
             f"loss {sums[0] / sums[-1]:.4f}",
             self.note(sums),
@@ -258,6 +260,7 @@ class Loop(ABC):
         bad = not bool(self.position.sums[0].isfinite())
         if not any_of(bad, self.processes):
             return
+        self.writer.wait()
         where = "" if batch is None else first_non_finite(self.network, *self.arguments(batch))
         kept = saving.checkpoints(self.options.out)
         last = f"the last good checkpoint is {kept[0]}" if kept else "no checkpoint was written yet"
@@ -273,121 +276,33 @@ class Loop(ABC):
         sums = total(position.sums, self.processes).tolist()
         seconds = position.seconds
         if self.slow_test:
-            self.save()
-        share_buffers_(self.evaluated, self.processes)
-        self.narrator.note("testing")
+            with self.clock.on(SAVING):
+                self.save()
+        with self.clock.on(TEST):
+            share_buffers_(self.evaluated, self.processes)
+            self.narrator.note("testing")
+            tested = self.test()
+            self.narrator.note("")
         row: dict[str, Any] = {
             "epoch": position.epoch + 1,
             "updates": position.updates,
             "lr": self.optimizer.param_groups[0]["lr"],
             "train_loss": sums[0] / sums[-1],
             **self.summary(sums),
-            **self.test(),
+            **tested,
             "seconds": seconds,
             "images_per_second": sums[-1] / seconds,
         }
-        self.narrator.note("")
         position.epoch, position.step, position.seconds = position.epoch + 1, 0, 0.0
         position.sums.zero_()
-        if self.processes.is_first:
-            self.logbook.add(row)
-            self.narrator.say(
-                f"epoch {row['epoch']} of {self.recipe.epochs}: loss {row['train_loss']:.4f}, "
-                f"{self.line(row)}, {seconds:.1f} s"
-            )
-        self.save()
-
-    @property
-    def evaluated(self) -> nn.Module:
-        """The network whose accuracy counts: the averaged one if there is one."""
-        if self.ema is None:
-            return self.network
-        averaged: nn.Module = self.ema.module
-        return averaged
-
-    # saving
-
-    def save(self) -> None:
-        """Write a checkpoint; all processes take part."""
-        own = snapshot.chance(self.processes.device)
-        chances = gathered(own, self.processes)
-        sums = total(self.position.sums, self.processes)
-        if not self.processes.is_first:
-            return
-        momenta, optimizer = snapshot.optimizer_state(self.optimizer)
-        tensors = {
-            **snapshot.named("model", snapshot.module_state(self.network)),
-            **snapshot.named("optimizer", momenta),
-            "position.sums": sums,
-        }
-        if self.ema is not None:
-            tensors |= snapshot.named("ema", snapshot.module_state(self.ema.module))
-        for rank, (state, _) in enumerate(chances):
-            tensors |= snapshot.named(f"chance.{rank}", state)
-        position = {name: value for name, value in vars(self.position).items() if name != "sums"}
-        facts = {
-            "recipe": self.recipe.as_dict(),
-            "position": position,
-            "images": self.position.step * self.recipe.batch_size * self.processes.world,
-            "optimizer": optimizer,
-            "scaler": self.scaler.state_dict(),
-            "chance": [facts for _, facts in chances],
-            "inputs": self.inputs.as_dict(),
-            "data": self.digest,
-        }
-        path = saving.checkpoint_path(self.options.out, self.position.updates)
-        saving.write(path, tensors, facts)
-        saving.forget_old(self.options.out)
-
-    def resume(self) -> str | None:
-        """Go on from the newest whole checkpoint, and say from which; None if there is none.
-
-        Raises:
-            ValueError: no checkpoint is whole, or it is of another recipe or other data.
-        """
-        found = saving.newest(self.options.out)
-        if found is None:
-            return None
-        path, tensors, facts, problems = found
-        self._check_recipe(path, facts)
-        load_state_(self.network, snapshot.under("model", tensors))
-        if self.ema is not None:
-            load_state_(self.ema.module, snapshot.under("ema", tensors))
-        snapshot.load_optimizer_(
-            self.optimizer, snapshot.under("optimizer", tensors), facts["optimizer"]
-        )
-        self.scaler.load_state_dict(facts["scaler"])
-        position = dict(facts["position"])
-        # with another number of processes a step has another number of images
-        per_step = self.recipe.batch_size * self.processes.world
-        position["step"] = facts["images"] // per_step
-        sums = tensors["position.sums"].to(self.processes.device)
-        if not self.processes.is_first:  # they are those of all processes
-            sums = torch.zeros_like(sums)
-        self.position = Position(sums, **position)
-        rank = self.processes.rank
-        if rank < len(facts["chance"]):
-            states = snapshot.under(f"chance.{rank}", tensors)
-            snapshot.set_chance(self.processes.device, states, facts["chance"][rank])
-        said = [f"{problem}; using an older one" for problem in problems]
-        where = f"epoch {self.position.epoch + 1}, step {self.position.step}"
-        if self.position.epoch == self.recipe.epochs:
-            where = f"all {self.recipe.epochs} epochs are trained"
-        return "\n".join([*said, f"resuming from {path.name}: {where}"])
-
-    def _check_recipe(self, path: Path, facts: dict[str, Any]) -> None:
-        saved, own = facts.get("recipe", {}), self.recipe.as_dict()
-        changed = [
-            f"{name} was {saved.get(name)!r} and is {own.get(name)!r}"
-            for name in sorted({*saved, *own} - {"accuracy"})  # which moves no number
-            if saved.get(name) != own.get(name)
-        ]
-        if facts.get("inputs") != self.inputs.as_dict():
-            changed.append("the classes or the pixels of the data differ")
-        elif facts.get("data") != self.digest:
-            changed.append("images or what is known about them differ")
-        if changed:
-            raise ValueError(
-                f"{path} is a checkpoint of another run: {'; '.join(changed)}; "
-                "use another --out for this one"
-            )
+        is_last = position.epoch == self.recipe.epochs
+        with self.clock.on(SAVING):
+            if self.processes.is_first:
+                self.logbook.add(row)
+                self.narrator.say(
+                    f"epoch {row['epoch']} of {self.recipe.epochs}: loss {row['train_loss']:.4f}, "
+                    f"{self.line(row)}, {seconds:.1f} s"
+                )
+            by_time = self.options.checkpoint_seconds > 0 and not is_last
+            if not by_time or any_of(self.save_is_due(), self.processes):
+                self.save()

@@ -16,6 +16,9 @@ class RunOptions:
         workers: processes that decode image files.
         channels_last: memory layout of images and weights.
         checkpoint_every: updates between checkpoints; 0 writes one after each epoch only.
+        checkpoint_seconds: seconds between checkpoints: after an epoch none is written before that
+            time has passed, and in the middle of an epoch one is as soon as it has; 0 writes one
+            after each epoch.
         log_every: updates between looks at the loss.
         threads: of a CPU; by default torch's own number, or 1 for images of fewer than 32 pixels,
             where threads would spend their time waiting for each other.
@@ -26,14 +29,21 @@ class RunOptions:
     workers: int = 2
     channels_last: bool = False
     checkpoint_every: int = 0
+    checkpoint_seconds: float = 0.0
     log_every: int = 50
     threads: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse numbers that make no sense."""
-        for name, least in (("workers", 0), ("checkpoint_every", 0), ("log_every", 1)):
+        least_values = {
+            "workers": 0,
+            "checkpoint_every": 0,
+            "checkpoint_seconds": 0,
+            "log_every": 1,
+        }
+        for name, least in least_values.items():
             value = getattr(self, name)
-            if value < least:
+            if not least <= value < float("inf"):
                 raise ValueError(f"{name}={value} must be at least {least}")
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads={self.threads} must be at least 1")

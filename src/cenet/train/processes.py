@@ -41,7 +41,8 @@ def start(device: str = "auto") -> Processes:
     if "RANK" not in os.environ:
         return Processes(0, 1, place)
     if not dist.is_initialized():
-        backend = "nccl" if device == "cuda" else "gloo"
+        # what hosts agree on must not wait for GPUs
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=TIMEOUT)
     return Processes(dist.get_rank(), dist.get_world_size(), place)
 
@@ -60,13 +61,18 @@ def total(values: Tensor, processes: Processes) -> Tensor:
     return values
 
 
+def highest(value: int, processes: Processes) -> int:
+    """The largest value that a process has; hosts agree on it, and no GPU is waited for."""
+    if processes.world == 1:
+        return value
+    values = torch.tensor(value)
+    dist.all_reduce(values, dist.ReduceOp.MAX)
+    return int(values)
+
+
 def any_of(flag: bool, processes: Processes) -> bool:
     """Whether it holds in any process."""
-    if processes.world == 1:
-        return flag
-    value = torch.tensor(float(flag), device=processes.device)
-    dist.all_reduce(value)
-    return bool(value > 0)
+    return bool(highest(int(flag), processes))
 
 
 def share_buffers_(module: nn.Module, processes: Processes) -> None:

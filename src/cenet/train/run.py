@@ -1,29 +1,26 @@
 """A recipe from beginning to end, and what can go wrong on the way, in one line each."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.optim.swa_utils import update_bn
 
 import cenet.train.processes as processes
 import cenet.train.saving as saving
-from cenet.calibration import update_ce_stats
-from cenet.nn import ce_layers
 from cenet.train.claims import claimed
 from cenet.train.data import load, load_test
-from cenet.train.engine import Trainer
-from cenet.train.evaluation import evaluate
-from cenet.train.loaders import Shard, explain, training_loader
 from cenet.train.logbook import read_run
-from cenet.train.loop import Loop
 from cenet.train.options import Options, RunOptions
 from cenet.train.recipes import Recipe
-from cenet.train.weights import load_run, write_weights
+from cenet.train.times import DATA, LIBRARIES, NETWORK, Clock
+
+if TYPE_CHECKING:
+    from cenet.train.loop import Loop
 
 Device = Literal["auto", "cpu", "cuda"]
 SMALL = 32  # pixels
@@ -47,24 +44,41 @@ class Job:
     device: Device = "auto"
 
 
-def train(job: Job) -> dict[str, Any]:
+def train(job: Job, clock: Clock | None = None) -> dict[str, Any]:
     """Run a job, alone or as one of torchrun's processes, and return the last row of metrics.
+
+    Args:
+        job: what to run.
+        clock: tells where the time goes; one that began earlier counts what came before, too.
 
     Raises:
         ValueError: the data, the checkpoint or the device are not what the job needs.
         Interrupted, NonFiniteLoss: see `Loop.run`.
     """
 
-    def build(own: processes.Processes) -> Loop:
-        return Trainer(job.recipe, load(job.recipe, job.data), job.options, own)
+    clock = clock or Clock(LIBRARIES)
+
+    def build(own: processes.Processes) -> "Loop":
+        # libraries take seconds to import, in which the images can be read
+        with ThreadPoolExecutor(1) as beside:
+            reading = beside.submit(load, job.recipe, job.data)
+            from cenet.train.engine import Trainer
+
+            clock.enter(DATA)
+            data = reading.result()
+        clock.enter(NETWORK)
+        return Trainer(job.recipe, data, job.options, own)
 
     if job.options.threads is None and job.recipe.image_size < SMALL:
         torch.set_num_threads(1)
-    return carry_out(build, job.options, job.device)
+    return carry_out(build, job.options, job.device, clock)
 
 
 def carry_out(
-    build: Callable[[processes.Processes], Loop], options: RunOptions, device: Device
+    build: Callable[[processes.Processes], "Loop"],
+    options: RunOptions,
+    device: Device,
+    clock: Clock,
 ) -> dict[str, Any]:
     """Build a loop for this process among its fellows, resume it if asked to, and run it."""
     own = processes.start(device)
@@ -73,12 +87,15 @@ def carry_out(
     try:
         with _folder(options, own):
             loop = build(own)
+            loop.clock = clock
             if options.resume == "auto":
                 said = loop.resume()
                 if said and own.is_first:
                     print(said)
             return loop.run()
     except RuntimeError as error:
+        from cenet.train.loaders import explain
+
         explain(error)
         raise
     finally:
@@ -134,6 +151,14 @@ def evaluate_run(
         raise ValueError(f"--save {save} is for recalibrated weights; add --recalibrate BATCHES")
     if recalibrate < 0:
         raise ValueError(f"recalibrate={recalibrate} must be at least 1")
+    from torch.optim.swa_utils import update_bn
+
+    from cenet.calibration import update_ce_stats
+    from cenet.nn import ce_layers
+    from cenet.train.evaluation import Tester
+    from cenet.train.loaders import Shard, training_loader
+    from cenet.train.weights import load_run, write_weights
+
     recipe, inputs = read_run(run, Recipe)
     own = processes.start(device)
     try:
@@ -152,6 +177,6 @@ def evaluate_run(
                 update_ce_stats(network, loader.epoch(0), num_batches=recalibrate)
         if save is not None and own.is_first:
             write_weights(save, network, recipe, inputs)
-        return evaluate(network, test, inputs, recipe, own)
+        return Tester(network, test, inputs, recipe, own)()
     finally:
         processes.finish()

@@ -6,12 +6,14 @@ a digest of everything else. Reading never executes code.
 
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import save_file
 from torch import Tensor
 
 from cenet.checkpoints import digest
@@ -29,34 +31,52 @@ def write(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -
 
     Args:
         path: the file.
-        tensors: by name.
+        tensors: by name; on the CPU, dense, and no two in the same memory.
         facts: everything else, in types that JSON has.
     """
-    # a copy of its own for each: safetensors refuses tensors that share memory
-    plain = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     text = json.dumps(facts, allow_nan=True, sort_keys=True)
-    content = save(plain, {"facts": text, "digest": digest(plain, text)})
+    metadata = {"facts": text, "digest": digest(tensors, text)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, content)
+    with _replaced(path) as beside:
+        # other threads go on meanwhile
+        save_file(dict(tensors), beside, metadata)
 
 
 def replace_file(path: Path, content: bytes) -> None:
     """Put `content` at `path` in one step, and on the disk before that."""
+    with _replaced(path) as beside:
+        beside.write_bytes(content)
+
+
+@contextmanager
+def _replaced(path: Path) -> Iterator[Path]:
+    """A file to write beside `path`, which takes its place when it is on the disk."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with beside.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        yield beside
+        _sync(beside)
         os.replace(beside, path)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         beside.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    folder = os.open(path.parent, os.O_RDONLY)
+        number = error.errno if isinstance(error, OSError) else _errno(str(error))
+        reason = str(error) if number is None else os.strerror(number)
+        raise OSError(number, reason, str(path)) from error
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    file = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(file)
     finally:
-        os.close(folder)
+        os.close(file)
+
+
+def _errno(message: str) -> int | None:
+    """The number that safetensors knows of an error of the system."""
+    found = re.search(r"os error (\d+)", message)
+    return int(found[1]) if found else None
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -1,0 +1,129 @@
+"""Where the wall time of a run goes."""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+# what passes before the first step has been made, in this order
+LIBRARIES, DATA, NETWORK, FIRST_STEP = "libraries", "data", "network", "first step"
+START = (LIBRARIES, DATA, NETWORK, FIRST_STEP)
+TRAINING, WAITING, TEST, SAVING = "training", "waiting for data", "test", "saving"
+PARTS = (*START, TRAINING, WAITING, TEST, SAVING)
+T = TypeVar("T")
+
+
+class Clock:
+    """Gives every moment of a run to one part of it, so that the parts add up to the wall time.
+
+    Args:
+        part: with which it begins.
+        age: seconds that this part has lasted already.
+    """
+
+    def __init__(self, part: str = NETWORK, age: float = 0.0) -> None:
+        """It runs from now on."""
+        self.part = part
+        self.spent = dict.fromkeys(PARTS, 0.0)
+        self._since = time.perf_counter() - age
+
+    def enter(self, part: str) -> str:
+        """Begin another part, and return the one that ends."""
+        now, before = time.perf_counter(), self.part
+        self.spent[before] += now - self._since
+        self.part, self._since = part, now
+        return before
+
+    @contextmanager
+    def on(self, part: str) -> Iterator[None]:
+        """A part within another."""
+        before = self.enter(part)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def move(self, seconds: float, source: str, target: str) -> None:
+        """Time of one part turns out to be that of another."""
+        self.spent[source] -= seconds
+        self.spent[target] += seconds
+
+    def summary(self, images: int) -> dict[str, Any]:
+        """Wall time and its parts, in seconds; images a second of wall time."""
+        self.enter(self.part)
+        wall = sum(self.spent.values())
+        return {
+            "images": images,
+            "wall_seconds": wall,
+            "images_per_second": images / wall,
+            "seconds": dict(self.spent),
+        }
+
+
+def in_words(summary: dict[str, Any]) -> str:
+    """A line about the whole run."""
+    wall, spent = summary["wall_seconds"], summary["seconds"]
+    parts = {"start": sum(spent[part] for part in START)}
+    parts |= {part: spent[part] for part in (TRAINING, WAITING, TEST, SAVING)}
+    shares = ", ".join(f"{name} {seconds / wall:.0%}" for name, seconds in parts.items())
+    return (
+        f"{summary['images']:,} images in {wall:.1f} s of wall time: "
+        f"{summary['images_per_second']:,.0f} images/s ({shares})"
+    )
+
+
+def start_in_words(spent: dict[str, float]) -> str:
+    """A line about the time before the first step was made."""
+    parts = ", ".join(f"{part} {spent[part]:.1f}" for part in START)
+    return f"first step after {sum(spent.values()):.1f} s ({parts})"
+
+
+class Waits:
+    """How long a device waits for batches.
+
+    A host that waits says nothing about a GPU, which may still be at work on earlier steps. So on a
+    GPU the time is that between the end of a step and the arrival of the next batch, by the GPU's
+    own clock.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Nothing was waited for yet."""
+        self._on_gpu = device.type == "cuda"
+        self._gaps: list[tuple[Any, Any]] = []  # events
+
+    def next(self, batches: Iterator[T], clock: Clock) -> T:
+        """The next batch."""
+        if not self._on_gpu:
+            with clock.on(WAITING):
+                return next(batches)
+        before = _mark()
+        batch = next(batches)
+        self._gaps.append((before, _mark()))
+        return batch
+
+    def settle(self, clock: Clock) -> None:
+        """Give the time to its part of the clock; the GPU has made all steps."""
+        gaps, self._gaps = self._gaps, []
+        seconds = sum(before.elapsed_time(after) for before, after in gaps) / 1000
+        clock.move(seconds, TRAINING, WAITING)
+
+
+def _mark() -> Any:
+    make: Any = torch.cuda.Event
+    event = make(enable_timing=True)
+    event.record()
+    return event
+
+
+def process_age() -> float:
+    """Seconds since this process was started; 0 where the system does not tell."""
+    try:
+        ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        born = ticks / os.sysconf("SC_CLK_TCK")
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - born)
+    except (OSError, ValueError, IndexError, AttributeError):
+        return 0.0
