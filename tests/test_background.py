@@ -1,0 +1,328 @@
+"""Checkpoints written beside the training: copies of one moment, kills, signals, full disks."""
+
+import errno
+import json
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from _training import TINY, assert_same_run, few_digits, stop_at, trainer
+from cenet.train import RECIPES, saving
+from cenet.train.background import Background
+from cenet.train.data import digits
+from cenet.train.interrupts import Interrupted
+from cenet.train.staging import Staging
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_one_job_at_a_time_in_order():
+    done, running = [], []
+
+    def job(number):
+        running.append(number)
+        assert len(running) == 1
+        time.sleep(0.01)
+        running.pop()
+        done.append((number, threading.current_thread() is threading.main_thread()))
+
+    with Background() as background:
+        for number in range(4):
+            background.start(lambda number=number: job(number))
+            assert len(done) >= number  # all but the last have ended
+    assert done == [(number, False) for number in range(4)]
+
+
+def fail():
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("where", ["start", "look", "wait", "exit"])
+def test_the_error_of_a_job_is_raised_once_where_the_run_looks_next(where):
+    background = Background()
+
+    def run():
+        with background:
+            background.start(fail)
+            while where == "look":
+                background.look()
+            if where != "exit":
+                getattr(background, where)(*[int] * (where == "start"))
+
+    with pytest.raises(OSError, match="No space left"):
+        run()
+    background.wait()
+
+
+def test_an_error_of_the_run_comes_before_that_of_a_job():
+    def run():
+        with Background() as background:
+            background.start(fail)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run()
+
+
+def test_looking_does_not_wait():
+    go = threading.Event()
+    with Background() as background:
+        background.start(go.wait)
+        background.look()
+        go.set()
+
+
+def check_copies(device):
+    shared = torch.arange(6.0, device=device)
+    last = torch.randn(2, 3, 4, 5, device=device).to(memory_format=torch.channels_last)
+    weight = torch.zeros(64, 64, device=device)
+    tensors = {"view": shared.view(2, 3), "alias": shared, "last": last, "weight": weight}
+    tensors |= {"count": torch.tensor(3), "none": torch.zeros(0, 2, device=device)}
+    staging = Staging()
+    for step in range(3):
+        weight.fill_(step)
+        expected = {name: value.detach().cpu().clone() for name, value in tensors.items()}
+        take = staging.take(tensors)
+        for value in (shared, last, weight):
+            value.add_(1)  # training goes on
+        found = take()
+        assert found.keys() == tensors.keys()
+        for name, value in found.items():
+            assert torch.equal(value, expected[name]), name
+            assert value.device.type == "cpu"
+            assert value.is_contiguous()
+        places = [value.data_ptr() for value in found.values() if value.numel()]
+        assert len({*places}) == len(places)
+    # momenta come with the first step
+    take = staging.take({**tensors, "momentum": weight * 2})
+    assert torch.equal(take()["momentum"], weight.cpu() * 2)
+    assert torch.equal(staging.take({"weight": weight[:2]})()["weight"], weight[:2].cpu())
+
+
+def test_copies_are_those_of_one_moment():
+    check_copies("cpu")
+
+
+@pytest.mark.gpu
+def test_copies_of_a_gpu_are_those_of_one_moment():
+    check_copies("cuda")
+    big = torch.zeros(64, 2**20, device="cuda")
+    staging = Staging()
+    for step in range(20):
+        big.fill_(step)
+        take = staging.take({"big": big})
+        big.fill_(-1)
+        assert torch.equal(take()["big"], torch.full((64, 2**20), float(step)))
+
+
+def kill_while_saving(kills, body, in_flight, delay):
+    """Fork `body`, and kill it while a checkpoint is being written; how often that was so."""
+    chance = random.Random(0)
+    hits = 0
+    for _ in range(kills):
+        child = os.fork()
+        if child == 0:
+            try:
+                body()
+            finally:
+                os._exit(3)
+        deadline = time.monotonic() + 60
+        while not in_flight() and time.monotonic() < deadline:
+            if os.waitpid(child, os.WNOHANG)[0]:
+                return hits, True  # it came to its end
+        time.sleep(chance.uniform(0, delay))
+        hits += in_flight()
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return hits, False
+
+
+def test_a_hundred_kills_while_a_checkpoint_is_written_beside(tmp_path):
+    """All tensors of a step have its number: a copy that was not of one moment would be seen."""
+    names = [f"weight.{i}" for i in range(40)]
+
+    def save_again_and_again():
+        begin = saving.newest(tmp_path)
+        step = begin[2]["step"] if begin else 0
+        tensors = {name: torch.full((5000,), float(step)) for name in names}
+        staging = Staging()
+        with Background() as background:
+            while True:
+                step += 1
+                for value in tensors.values():
+                    value.add_(1)
+                background.wait()
+                take, path = staging.take(tensors), saving.checkpoint_path(tmp_path, step)
+                background.start(
+                    lambda take=take, path=path, step=step: (
+                        saving.write(path, take(), {"step": step}),
+                        saving.forget_old(tmp_path),
+                    )
+                )
+
+    def half_written():
+        return any(tmp_path.glob(".step-*"))
+
+    steps = []
+    hits = 0
+    for _ in range(100):
+        found, ended = kill_while_saving(1, save_again_and_again, half_written, 0.004)
+        assert not ended
+        hits += found
+        newest = saving.newest(tmp_path)
+        if newest is None:
+            continue
+        _, tensors, facts, problems = newest
+        assert not problems
+        values = torch.cat([tensors[name] for name in names])
+        assert values.unique().tolist() == [facts["step"]]
+        steps.append(facts["step"])
+        for left in tmp_path.glob(".step-*"):
+            left.unlink()
+    assert steps == sorted(steps)
+    assert steps[-1] > 10
+    assert hits > 20  # kills that came while a file was half written
+
+
+@pytest.mark.parametrize("kills", [8, pytest.param(100, marks=pytest.mark.slow)])
+def test_a_run_killed_while_saving_comes_to_the_same_end(kills, tmp_path, capsys):
+    recipe = replace(TINY, epochs=3)
+    trainer(recipe, tmp_path / "whole", few_digits()).run()
+    out = tmp_path / "cut"
+    real = saving.save_file
+
+    def slow(tensors, path, metadata):
+        real(tensors, path, metadata)
+        time.sleep(0.03)  # so that steps are made beside
+
+    def go_on():
+        saving.save_file = slow
+        engine = trainer(recipe, out, few_digits(), checkpoint_every=1)
+        engine.resume()
+        engine.run()
+
+    def half_written():
+        return any(out.glob(".step-*"))
+
+    hits = killed = 0
+    for _ in range(kills):
+        for left in out.glob(".step-*"):
+            left.unlink()
+        found, ended = kill_while_saving(1, go_on, half_written, 0.06)
+        hits += found
+        killed += not ended
+        if ended or (out / "weights.safetensors").exists():
+            break
+        newest = saving.newest(out)
+        assert newest is None or not newest[3]
+    assert killed > 3
+    assert hits > 0
+    last = trainer(recipe, out, few_digits())
+    last.resume()
+    last.run()
+    assert_same_run(tmp_path / "whole", out)
+
+
+def test_a_signal_while_saving_waits_and_saves_the_last_step(tmp_path, monkeypatch):
+    real, begun = saving.write, []
+
+    def slow(path, tensors, facts):
+        begun.append(facts["position"]["updates"])
+        time.sleep(0.2)
+        real(path, tensors, facts)
+
+    monkeypatch.setattr(saving, "write", slow)
+    engine = trainer(TINY, tmp_path, few_digits(), checkpoint_every=4)
+    stop_at(engine, 5)  # the one of the fourth update is being written
+    with pytest.raises(Interrupted):
+        engine.run()
+    assert begun == [4, 5]
+    assert [int(path.stem[5:]) for path in saving.checkpoints(tmp_path)] == [5, 4]
+    assert saving.newest(tmp_path)[3] == []
+    times = json.loads((tmp_path / "run.json").read_text())["times"]
+    assert [entry["images"] for entry in times] == [5 * TINY.batch_size]
+    assert times[0]["seconds"]["saving"] > 0.2
+
+
+def test_an_error_while_saving_beside_ends_the_run_soon(tmp_path, monkeypatch):
+    real = saving.write
+
+    def failing(path, tensors, facts):
+        if facts["position"]["updates"] == 4:
+            fail()
+        real(path, tensors, facts)
+
+    monkeypatch.setattr(saving, "write", failing)
+    engine = trainer(replace(TINY, epochs=50), tmp_path, few_digits(), checkpoint_every=2)
+    with pytest.raises(OSError, match="No space left"):
+        engine.run()
+    assert engine.position.updates < 12
+    assert [int(path.stem[5:]) for path in saving.checkpoints(tmp_path)] == [2]
+
+
+def test_a_disk_that_fills_while_saving_is_one_line_and_nothing_whole_is_lost(tmp_path):
+    """A limit on the size of files stands for the disk: it is met in the middle of a checkpoint."""
+    recipe = replace(RECIPES["digits_ce"], epochs=3, batch_size=256)
+    first = trainer(recipe, tmp_path, digits())
+    stop_at(first, 2)
+    with pytest.raises(Interrupted):
+        first.run()
+    (whole,) = saving.checkpoints(tmp_path)
+    before = whole.read_bytes()
+    arguments = ["train", "digits_ce", "--out", str(tmp_path), "--device", "cpu"]
+    arguments += ["--epochs", "3", "--batch-size", "256", "--resume", "auto"]
+    limit = len(before) // 2
+    found = subprocess.run(
+        [sys.executable, "-m", "cenet", *arguments], capture_output=True, text=True, timeout=120,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )  # fmt: skip
+    assert found.returncode == 1
+    assert re.fullmatch(r".*File too large: '.*step-000000005.safetensors'\n", found.stderr)
+    assert saving.checkpoints(tmp_path) == [whole]
+    assert whole.read_bytes() == before
+    assert not list(tmp_path.glob(".*step*"))
+
+
+def test_checkpoints_by_time(tmp_path, monkeypatch):
+    """By a clock on which an update takes ten seconds: an epoch has six."""
+    now, written = [0.0], []
+    monkeypatch.setattr("cenet.train.state.time.monotonic", lambda: now[0])
+    real = saving.write
+
+    def noted(path, tensors, facts):
+        written.append(facts["position"]["updates"])
+        real(path, tensors, facts)
+
+    monkeypatch.setattr(saving, "write", noted)
+
+    def run(name, **options):
+        written.clear()
+        now[0] = 0.0
+        engine = trainer(TINY, tmp_path / name, few_digits(), **options)
+        update = engine._update
+
+        def slow():
+            now[0] += 10
+            update()
+
+        engine._update = slow
+        engine.run()
+        return list(written)
+
+    assert run("by epochs") == [6, 12]
+    assert run("often", checkpoint_seconds=20) == [2, 4, 6, 8, 10, 12]
+    assert run("seldom", checkpoint_seconds=80) == [8, 12]
+    assert run("never before the end", checkpoint_seconds=1000) == [12]
+    assert run("both", checkpoint_seconds=50, checkpoint_every=4) == [4, 8, 12]
+    with pytest.raises(ValueError, match="checkpoint_seconds=-1 must be at least 0"):
+        trainer(TINY, tmp_path, few_digits(), checkpoint_seconds=-1)
