@@ -70,6 +70,18 @@ def test_one_process_of_torchrun_on_a_gpu(tmp_path):
         assert one["train_loss"] == pytest.approx(other["train_loss"], rel=allowed)
 
 
+@pytest.mark.gpu
+def test_cuda_graphs_hold_the_exchange_of_gradients(tmp_path):
+    """One process, whose gradients go through NCCL; more processes need more GPUs."""
+    arguments = ("train", "digits_ce", "--epochs", "3", "--device", "cuda")
+    arguments += ("--precision", "bfloat16", "--channels-last", "True", "--cuda-graphs", "True")
+    alone, among = tmp_path / "alone", tmp_path / "among"
+    subprocess.run([sys.executable, "-m", "cenet", *arguments, "--out", str(alone)], check=True)
+    assert torchrun(*arguments, "--out", str(among), processes=1).wait(200) == 0
+    for one, other in zip(metrics(alone), metrics(among), strict=True):
+        assert one["train_loss"] == pytest.approx(other["train_loss"], rel=2e-2)
+
+
 def test_a_folder_that_holds_a_run_stops_all_processes(tmp_path, capfd):
     arguments = ("train", "digits_ce", *SMALL, "--out", str(tmp_path))
     assert torchrun(*arguments).wait(120) == 0

@@ -181,7 +181,16 @@ def test_recipes_are_listed(monkeypatch, capsys):
     ("recipe", "processes", "message"),
     [
         (TINY, ALONE, "needs a GPU, and this run is on cpu"),
-        (TINY, Processes(0, 2, torch.device("cuda")), "for one process, and there are 2"),
+        (
+            replace(TINY, sync_ce=True),
+            Processes(0, 2, torch.device("cuda")),
+            "cannot hold --sync-ce among 2 processes; use --compile",
+        ),
+        (
+            replace(TINY, accumulate=4),
+            Processes(0, 2, torch.device("cuda")),
+            "of 2 processes cannot hold --accumulate 4; use --compile",
+        ),
         (
             replace(TINY, precision="float16"),
             Processes(0, 1, torch.device("cuda")),

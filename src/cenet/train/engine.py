@@ -12,7 +12,7 @@ import cenet.train.snapshot as snapshot
 from cenet.analysis.monitor import Monitor
 from cenet.train.data import Encoded, Split, digest
 from cenet.train.evaluation import Tester
-from cenet.train.graphs import Graphed, problem
+from cenet.train.graphs import EAGER_CALLS, EAGER_CALLS_DISTRIBUTED, Graphed, problem
 from cenet.train.inputs import Inputs, inputs_of
 from cenet.train.loaders import seed_of, training_loader
 from cenet.train.loop import Batch, Loop
@@ -37,7 +37,7 @@ class Trainer(Loop):
     def __init__(self, recipe: Recipe, data: Split, options: Options, processes: Processes) -> None:
         """Build everything, on the device of this process."""
         device = processes.device
-        if options.cuda_graphs and (found := problem(device, processes.world, recipe.precision)):
+        if options.cuda_graphs and (found := problem(recipe, device, processes.world)):
             raise ValueError(found)
         with ThreadPoolExecutor(1) as beside:
             digested = beside.submit(digest, data)
@@ -73,7 +73,9 @@ class Trainer(Loop):
         if options.cuda_graphs:
             # a graph adds to gradients that stay where they are
             self.clears = False
-            self._add_gradients = Graphed(self._gradients)
+            alone = self.wrapped is self.network
+            calls = EAGER_CALLS if alone else EAGER_CALLS_DISTRIBUTED
+            self._add_gradients = Graphed(self._gradients, calls)
             self._apply_gradients = Graphed(super().apply_gradients)
             # a graph reads them anew each time
             self._rates = [torch.zeros((), device=device) for _ in self.optimizer.param_groups]

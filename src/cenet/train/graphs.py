@@ -4,13 +4,18 @@ A function is captured after it has run a few times, so that everything lazy (co
 workspaces) is there. Those first calls are steps of the training like all others.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cenet.train.recipes import Recipe
+
 EAGER_CALLS = 3
+# DistributedDataParallel takes its own time in its first ten steps, which a graph cannot hold
+EAGER_CALLS_DISTRIBUTED = 11
 
 
 class Graphed:
@@ -19,9 +24,9 @@ class Graphed:
     It must do the same at each call, on tensors that stay where they are.
     """
 
-    def __init__(self, run: Callable[..., None]) -> None:
-        """Capture `run` at its call number EAGER_CALLS + 1."""
-        self._run, self._calls = run, 0
+    def __init__(self, run: Callable[..., None], eager_calls: int = EAGER_CALLS) -> None:
+        """Capture `run` after so many calls."""
+        self._run, self._eager_calls, self._calls = run, eager_calls, 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: tuple[Tensor, ...] = ()
 
@@ -29,8 +34,10 @@ class Graphed:
         """Run on inputs that have the same shapes each time."""
         if self._graph is None:
             self._calls += 1
-            if self._calls <= EAGER_CALLS:
-                self._on_side_stream(inputs)
+            if self._calls <= self._eager_calls:
+                # as capture will run it: gradients are then added on the same kind of stream
+                with side_stream():
+                    self._run(*inputs)
                 return
             self._inputs = tuple(value.clone() for value in inputs)
             self._graph = torch.cuda.CUDAGraph()
@@ -40,22 +47,29 @@ class Graphed:
             own.copy_(value)
         self._graph.replay()
 
-    def _on_side_stream(self, inputs: tuple[Tensor, ...]) -> None:
-        """As capture will run it: gradients are then added on the same kind of stream."""
-        make: Any = torch.cuda.Stream
-        side = make()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self._run(*inputs)
-        torch.cuda.current_stream().wait_stream(side)
+
+@contextmanager
+def side_stream() -> Iterator[None]:
+    """Another stream, between what the present one has done and will do."""
+    make: Any = torch.cuda.Stream
+    side = make()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        yield
+    torch.cuda.current_stream().wait_stream(side)
 
 
-def problem(device: torch.device, world: int, precision: str) -> str | None:
+def problem(recipe: Recipe, device: torch.device, world: int) -> str | None:
     """Why a run cannot be captured, and what to do; None if it can."""
     if device.type != "cuda":
         return f"--cuda-graphs needs a GPU, and this run is on {device.type}; leave it away"
-    if world > 1:
-        return f"--cuda-graphs is for one process, and there are {world}; use --compile"
-    if precision == "float16":
+    if recipe.precision == "float16":
         return "--cuda-graphs cannot skip steps as float16 needs it; use --precision bfloat16"
+    if world > 1 and recipe.sync_ce:
+        return f"--cuda-graphs cannot hold --sync-ce among {world} processes; use --compile"
+    if world > 1 and recipe.accumulate > 1:
+        return (
+            f"--cuda-graphs of {world} processes cannot hold --accumulate {recipe.accumulate}; use "
+            "--compile"
+        )
     return None

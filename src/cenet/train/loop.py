@@ -233,7 +233,7 @@ class Loop(RunState, ABC):
     def _backward(self, batch: Batch, *, last: bool) -> None:
         """Add the gradient of a batch; processes exchange theirs with the last of an update."""
         wait: AbstractContextManager[Any] = nullcontext()
-        if self.processes.world > 1 and not last:
+        if self.wrapped is not self.network and not last:
             wait = self.wrapped.no_sync()
         with wait:
             self.add_gradients(batch)

@@ -55,8 +55,7 @@ class Options(RunOptions):
 
     Attributes:
         compile: torch.compile the network.
-        cuda_graphs: replay whole steps as CUDA graphs, which takes the host out of the way; for one
-            GPU.
+        cuda_graphs: replay whole steps as CUDA graphs, which takes the host out of the way.
         monitor_every: updates between looks at the channels, which go to channels.csv; 0 for none.
     """
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from timm.scheduler.scheduler import Scheduler
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -16,6 +17,7 @@ import cenet.train.snapshot as snapshot
 from cenet.checkpoints import load_state_
 from cenet.train.background import Background
 from cenet.train.course import Course
+from cenet.train.graphs import side_stream
 from cenet.train.inputs import Inputs
 from cenet.train.loaders import Shard
 from cenet.train.options import RunOptions
@@ -83,10 +85,7 @@ class RunState:
         device = processes.device
         self.scaler = torch.amp.GradScaler(device.type, enabled=recipe.precision == "float16")
         self.position = Position(torch.zeros(sums, dtype=torch.float64, device=device))
-        self.wrapped: Any = network
-        if processes.world > 1:
-            ids = [device.index] if device.type == "cuda" else None
-            self.wrapped = DistributedDataParallel(network, device_ids=ids)
+        self.wrapped: Any = _distributed(network, device) if dist.is_initialized() else network
         self.writer = Background()
         self._staging = Staging()
         self._saved = time.monotonic()
@@ -202,3 +201,11 @@ class RunState:
                 f"{path} is a checkpoint of another run: {'; '.join(changed)}; "
                 "use another --out for this one"
             )
+
+
+def _distributed(network: nn.Module, device: torch.device) -> nn.Module:
+    """The network with gradients that are the mean over processes."""
+    if device.type == "cpu":
+        return DistributedDataParallel(network)
+    with side_stream():  # where a graph of it can be captured
+        return DistributedDataParallel(network, device_ids=[device.index])
