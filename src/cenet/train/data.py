@@ -1,4 +1,4 @@
-"""Images and labels: embedded digits, CIFAR-10 and folders of images, checked before training."""
+"""Images and labels: embedded digits, CIFAR-10 and folders, checked before training."""
 
 from hashlib import blake2b
 from pathlib import Path
@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 from cenet.train.decoding import decode
+from cenet.train.parquet import parquet_images
+from cenet.train.places import TEST, TRAIN, Part, check_place, find_part
 from cenet.train.reading import read_all
 from cenet.train.recipes import Recipe
 from cenet.train.sources import Folder, Source
+from cenet.train.tar_shards import tar_images
 
 DIGITS_TEST = 450
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
@@ -58,8 +61,8 @@ def load(recipe: Recipe, folder: Path | None) -> Split:
 
     Args:
         recipe: says which data.
-        folder: image folders `train/CLASS/*` and `test/CLASS/*` (or `val`), or CIFAR-10 as
-            torchvision stores it. Digits need none.
+        folder: training and test images as `image_folders` takes them, or CIFAR-10 as torchvision
+            stores it. Digits need none.
     """
     split = _load(recipe, folder)
     train = split.train
@@ -73,10 +76,10 @@ def load(recipe: Recipe, folder: Path | None) -> Split:
 
 def load_test(recipe: Recipe, folder: Path | None) -> Resident | Encoded:
     """The test images of a recipe; `folder` needs no others."""
-    if folder is not None and folder.is_dir() and not (folder / "train").is_dir():
-        test = _test_folder(folder)
+    if folder is not None and folder.is_dir() and find_part(folder, TRAIN) is None:
+        test = find_part(folder, TEST)
         if test is not None:
-            return _held(image_files(test), recipe.image_size, resident=_is_resident(recipe))
+            return _held(_encoded(test), recipe.image_size, resident=_is_resident(recipe))
     return _load(recipe, folder).test
 
 
@@ -87,8 +90,7 @@ def _load(recipe: Recipe, folder: Path | None) -> Split:
         return digits()
     if folder is None:
         raise ValueError(f"{recipe.dataset} is not embedded; say where it is with --data FOLDER")
-    if not folder.is_dir():
-        raise ValueError(f"--data {folder} is not a folder")
+    check_place(folder)
     if (folder / "cifar-10-batches-py").is_dir():
         return cifar10(folder)
     return image_folders(folder, recipe.image_size, resident=_is_resident(recipe))
@@ -133,22 +135,27 @@ def cifar10(folder: Path) -> Split:
 
 
 def image_folders(folder: Path, size: int, *, resident: bool) -> Split:
-    """`train/CLASS/*` and `test/CLASS/*` or `val/CLASS/*`.
+    """Training images, and test images from `test`, `val` or `validation`.
 
     Args:
-        folder: holds them.
+        folder: holds folders of classes, `train/CLASS/*`; or tar files as WebDataset writes them,
+            `train/*.tar` or `train-*.tar`; or parquet files of the Hugging Face hub,
+            `train-*.parquet` or `data/train-*.parquet`.
         size: height and width to train with.
         resident: hold the images in memory if they have that size and fit.
 
     Raises:
-        ValueError: a folder is missing or empty, the classes differ, or an image cannot be read.
+        ValueError: a part is missing or empty, the classes differ, or an image cannot be read.
     """
-    test = _test_folder(folder)
-    if not (folder / "train").is_dir() or test is None:
-        raise ValueError(f"{folder} must have the folders train and test (or val)")
-    parts = [image_files(folder / "train"), image_files(test)]
+    train, test = find_part(folder, TRAIN), find_part(folder, TEST)
+    if train is None or test is None:
+        raise ValueError(
+            f"{folder} must have the folders train and test (or val), or train-*.tar and "
+            "test-*.tar, or train-*.parquet and test-*.parquet"
+        )
+    parts = [_encoded(train), _encoded(test)]
     if parts[0].classes != parts[1].classes:
-        differ = sorted({*parts[0].classes} ^ {*parts[1].classes})
+        differ = sorted({*parts[0].classes} ^ {*parts[1].classes}) or "their order differs"
         raise ValueError(f"train and {test.name} of {folder} have different classes: {differ}")
     count = sum(len(part.labels) for part in parts)
     fits = resident and count * 3 * size * size <= FITS
@@ -157,8 +164,12 @@ def image_folders(folder: Path, size: int, *, resident: bool) -> Split:
     return Split(*(decoded(part, size) for part in parts))
 
 
-def _test_folder(folder: Path) -> Path | None:
-    return next((folder / name for name in ("test", "val") if (folder / name).is_dir()), None)
+def _encoded(part: Part) -> Encoded:
+    if part.form == "tar":
+        return Encoded(*tar_images(part.paths, part.names))
+    if part.form == "parquet":
+        return Encoded(*parquet_images(part.paths, part.names))
+    return image_files(part.paths[0])
 
 
 def _held(files: Encoded, size: int, *, resident: bool) -> Resident | Encoded:
@@ -171,7 +182,7 @@ def image_files(folder: Path) -> Encoded:
     """The images of `folder/CLASS/*`, classes and files in order of their names."""
     classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
     if not classes:
-        raise ValueError(f"{folder} has no folders of classes")
+        raise ValueError(f"{folder} has no folders of classes, and no .tar or .parquet files")
     paths: list[Path] = []
     labels: list[int] = []
     for label, name in enumerate(classes):

@@ -33,8 +33,9 @@ class Job:
     Attributes:
         recipe: what moves a number.
         options: what does not.
-        data: folder of the images: train/CLASS/* and test/CLASS/* (or val), or CIFAR-10 as
-            torchvision stores it. Digits need none.
+        data: folder of the images: train/CLASS/* and test/CLASS/* (or val), train-*.tar and
+            test-*.tar of WebDataset, train-*.parquet and test-*.parquet of the Hugging Face hub,
+            or CIFAR-10 as torchvision stores it. Digits need none.
         device: cpu, cuda, or auto for cuda where there is one.
     """
 

@@ -1,0 +1,74 @@
+"""Class numbers and the names of classes, for images that do not lie in a folder of their class."""
+
+from collections.abc import Callable, Sequence
+from itertools import count
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+NAMES_FILES = ("classes.txt", "classnames.txt")
+
+
+def read_names(folders: Sequence[Path]) -> tuple[str, ...] | None:
+    """The lines of classes.txt or classnames.txt in the first of the folders that has one."""
+    paths = (folder / name for folder in folders for name in NAMES_FILES)
+    path = next((path for path in paths if path.is_file()), None)
+    if path is None:
+        return None
+    try:
+        names = [line.strip() for line in path.read_text("utf-8").rstrip().splitlines()]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text in UTF-8") from error
+    lines: dict[str, int] = {}
+    for number, name in enumerate(names, 1):
+        if not name:
+            raise ValueError(f"line {number} of {path} is empty; each line is the name of a class")
+        if name in lines:
+            raise ValueError(
+                f"lines {lines[name]} and {number} of {path} are both {name!r}; classes need "
+                "different names"
+            )
+        lines[name] = number
+    return tuple(names)
+
+
+def named(
+    numbers: Sequence[int], names: tuple[str, ...] | None, where: Callable[[int], str]
+) -> tuple[Tensor, tuple[str, ...]]:
+    """Labels and classes of images.
+
+    Args:
+        numbers: class number of each image.
+        names: of the classes in order of number; without them the numbers are the names.
+        where: says where an image is.
+
+    Raises:
+        ValueError: a number is negative or has no name, or without names one has no image.
+    """
+    least, most = (pick(range(len(numbers)), key=lambda i: numbers[i]) for pick in (min, max))
+    if numbers[least] < 0:
+        raise ValueError(
+            f"{where(least)} has class number {numbers[least]}, and the first class is 0; images "
+            "without a label often have -1: take their files out of the folder"
+        )
+    if names is None:
+        names = _numbers_as_names(numbers, where(most))
+    elif numbers[most] >= len(names):
+        raise ValueError(
+            f"{where(most)} has class number {numbers[most]}, but {len(names)} classes have names, "
+            f"0 to {len(names) - 1}"
+        )
+    return torch.tensor(numbers), names
+
+
+def _numbers_as_names(numbers: Sequence[int], last: str) -> tuple[str, ...]:
+    """'0', '1', …, if each of them has an image."""
+    used = set(numbers)
+    if len(used) <= max(used):
+        missing = next(number for number in count() if number not in used)
+        raise ValueError(
+            f"{last} has class number {max(used)}, but no image beside it has {missing}; number "
+            f"the classes from 0 on, or name all of them in {NAMES_FILES[0]}, one in a line"
+        )
+    return tuple(str(number) for number in range(len(used)))

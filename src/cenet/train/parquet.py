@@ -1,0 +1,254 @@
+"""Images in parquet files as the Hugging Face hub stores them, read by number.
+
+The datasets library would first write a copy of all of them to a cache in the home folder; pyarrow
+reads the files where they are, a row group at a time, and each process keeps the latest of those.
+"""
+
+import errno
+import json
+import os
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import accumulate
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from cenet.train.labels import named
+
+# bytes of row groups that a process keeps
+KEPT = 128 * 2**20
+
+
+class Columns(NamedTuple):
+    """What is where in a row."""
+
+    image: str  # path of the column of bytes
+    file: str | None  # path of the column of file names
+    label: str
+    classes: tuple[str, ...] | None
+
+
+class Group(NamedTuple):
+    """A row group of a file."""
+
+    path: Path
+    number: int
+    start: int  # its first row, counted from the beginning of the file
+    rows: int
+    size: int  # bytes of images
+
+
+class ParquetRows:
+    """Images in the order of the files and of their rows."""
+
+    def __init__(self, groups: list[Group], columns: Columns) -> None:
+        """Of these row groups."""
+        self.groups, self.columns = groups, columns
+        self.starts = [0, *accumulate(group.rows for group in groups)]  # in numbers of images
+        self.kept: dict[int, _Kept] = {}  # by process: a lock that was held in a fork stays so
+
+    def __reduce__(self) -> tuple[type["ParquetRows"], tuple[list[Group], Columns]]:
+        """For processes that are not forked."""
+        return ParquetRows, (self.groups, self.columns)
+
+    def __len__(self) -> int:
+        """See `Source`."""
+        return self.starts[-1]
+
+    def names(self) -> Iterator[str]:
+        """See `Source`: parquet file, row, and the name of the image if it has one."""
+        for group in self.groups:
+            files = [None] * group.rows
+            if self.columns.file is not None:
+                files = _column(group, self.columns.file).to_pylist()
+            for row, file in enumerate(files, group.start):
+                yield f"{group.path.name}/{row}/{file or ''}"
+
+    def where(self, index: int) -> str:
+        """See `Source`."""
+        group, row = self._place(index)
+        return f"{self.groups[group].path}: row {self.groups[group].start + row}"
+
+    def read(self, index: int) -> bytes:
+        """See `Source`."""
+        group, row = self._place(index)
+        kept = self.kept.setdefault(os.getpid(), _Kept())
+        content = kept.images(group, self.groups[group], self.columns.image)[row].as_py()
+        if content is None:
+            raise OSError(errno.ENODATA, "the row has no bytes of an image")
+        return bytes(content)
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """Row group of an image, and row in it."""
+        group = bisect_right(self.starts, index) - 1
+        return group, index - self.starts[group]
+
+
+class _Kept:
+    """The row groups that a process has read last, for all its threads."""
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self.slots: dict[int, _Slot] = {}  # the latest last
+
+    def images(self, key: int, group: Group, column: str) -> Any:
+        """The images of a row group, which one thread reads while others wait for it."""
+        with self.lock:
+            slot = self.slots.pop(key, None) or _Slot(group.size)
+            self.slots[key] = slot
+            while len(self.slots) > 1 and sum(slot.size for slot in self.slots.values()) > KEPT:
+                del self.slots[next(iter(self.slots))]
+        with slot.lock:
+            if slot.images is None:
+                slot.images = _column(group, column)
+        return slot.images
+
+
+class _Slot:
+    """A row group, once it is read."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.lock = size, Lock()
+        self.images: Any = None
+
+
+def parquet_images(
+    paths: list[Path], names: tuple[str, ...] | None
+) -> tuple[ParquetRows, Tensor, tuple[str, ...]]:
+    """Images, labels and classes of parquet files with a column of each.
+
+    Args:
+        paths: files in order.
+        names: of the classes in order of number, if the files do not tell.
+
+    Raises:
+        ValueError: pyarrow is missing, a file is damaged, empty or without one of the columns, or
+            an image has no label that can be used.
+    """
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ValueError(f"{paths[0]} needs pyarrow; pip install 'cenet[data]'") from error
+    groups: list[Group] = []
+    labels: list[Any] = []
+    first: Columns | None = None
+    for path in paths:
+        try:
+            with pyarrow.parquet.ParquetFile(path) as file:
+                columns = _columns(file.schema_arrow, path)
+                groups += _groups(file.metadata, path, columns.image)
+                labels += file.read([columns.label], use_threads=False).column(0).to_pylist()
+        except (pyarrow.ArrowException, OSError) as error:
+            problem = f"{path} is not a parquet file that can be read: {_said(error)}"
+            raise ValueError(problem) from error
+        if columns != (first := first or columns):
+            raise ValueError(f"{path} has other columns or classes than {paths[0]}")
+    assert first is not None
+    rows = ParquetRows(groups, first)
+    if None in labels:
+        where = rows.where(labels.index(None))
+        raise ValueError(f"{where} has no value in the column {first.label!r}")
+    if isinstance(labels[0], str):
+        classes = tuple(sorted(set(labels)))
+        number = {name: number for number, name in enumerate(classes)}
+        return rows, *named([number[label] for label in labels], classes, rows.where)
+    return rows, *named(labels, first.classes or names, rows.where)
+
+
+def _columns(schema: Any, path: Path) -> Columns:
+    """The columns of a file by their types, and by their names where types leave a choice."""
+    import pyarrow.types as types
+
+    features = _features(schema)
+    kinds = {field.name: features.get(field.name, {}).get("_type") for field in schema}
+    images = {field.name: field.type for field in schema if _holds_bytes(field.type)}
+    images = {name: kind for name, kind in images.items() if kinds[name] in (None, "Image")}
+    image = _chosen(list(images), "image", path, schema)
+    integers = [field.name for field in schema if types.is_integer(field.type)]
+    labels = [name for name in integers if kinds[name] == "ClassLabel"] or integers
+    if "label" in schema.names and (_is_text(schema.field("label").type) or "label" in integers):
+        labels = ["label"]
+    label = _chosen(labels, "label", path, schema)
+    names = features.get(label, {}).get("names")
+    is_struct = types.is_struct(images[image])
+    has_file = is_struct and images[image].get_field_index("path") >= 0
+    return Columns(
+        image=f"{image}.bytes" if is_struct else image,
+        file=f"{image}.path" if has_file else None,
+        label=label,
+        classes=tuple(names) if kinds[label] == "ClassLabel" and names else None,
+    )
+
+
+def _features(schema: Any) -> dict[str, Any]:
+    """What the datasets library wrote about columns."""
+    about = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+    features = about.get("info", {}).get("features") or {}
+    return {name: feature for name, feature in features.items() if isinstance(feature, dict)}
+
+
+def _chosen(names: list[str], preferred: str, path: Path, schema: Any) -> str:
+    """The only name, or the preferred one of several."""
+    if len(names) == 1:
+        return names[0]
+    if preferred in names:
+        return preferred
+    problem = f"several columns of {preferred}s" if names else f"no column of {preferred}s"
+    raise ValueError(
+        f"{path} has {problem} among {names or schema.names}; name it {preferred!r} "
+        f"({'class numbers or names' if preferred == 'label' else 'bytes of image files'})"
+    )
+
+
+def _holds_bytes(kind: Any) -> bool:
+    """Whether a column is of bytes, or has a part `bytes` that is."""
+    import pyarrow.types as types
+
+    if types.is_struct(kind):
+        place = kind.get_field_index("bytes")
+        return place >= 0 and _holds_bytes(kind.field(place).type)
+    return bool(types.is_binary(kind) or types.is_large_binary(kind))
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow.types as types
+
+    if types.is_dictionary(kind):
+        return _is_text(kind.value_type)
+    return bool(types.is_string(kind) or types.is_large_string(kind))
+
+
+def _groups(metadata: Any, path: Path, column: str) -> list[Group]:
+    """The row groups of a file."""
+    if metadata.num_rows == 0:
+        raise ValueError(f"{path} has no rows; take it out of the folder")
+    groups: list[Group] = []
+    start = 0
+    for number in range(metadata.num_row_groups):
+        about = metadata.row_group(number)
+        parts = (about.column(i) for i in range(about.num_columns))
+        size = sum(part.total_uncompressed_size for part in parts if part.path_in_schema == column)
+        groups.append(Group(path, number, start, about.num_rows, size))
+        start += about.num_rows
+    return groups
+
+
+def _column(group: Group, column: str) -> Any:
+    """A column of a row group; OSError if it cannot be read."""
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(group.path) as file:
+            # threads of pyarrow would not be there after a fork
+            table = file.read_row_group(group.number, [column], use_threads=False)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise OSError(errno.EIO, f"its row group is damaged: {_said(error)}") from error
+    return table.flatten().column(0)
+
+
+def _said(error: Exception) -> str:
+    """The message of an error in one line."""
+    return " ".join(str(error).split())

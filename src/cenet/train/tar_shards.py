@@ -1,0 +1,178 @@
+"""Images in tar files as WebDataset writes them, read by number.
+
+The tar files are indexed once. (WebDataset's own indexed reader, wids, left it with version 1; it
+cuts names at 100 characters and takes truncated files for whole.)
+"""
+
+import errno
+import json
+import tarfile
+from array import array
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from torch import Tensor
+from torchvision.datasets.folder import IMG_EXTENSIONS
+
+from cenet.train.labels import named
+
+BLOCK = 512
+IMAGES = {ending.removeprefix(".") for ending in IMG_EXTENSIONS}
+
+
+class Member(NamedTuple):
+    """A file in a tar file."""
+
+    name: str
+    offset: int
+    size: int
+
+
+class TarShards:
+    """Images in the order of the tar files and in the order in them."""
+
+    def __init__(self) -> None:
+        """Without images."""
+        self.paths: list[Path] = []
+        self.starts: list[int] = []  # number of the first image of each tar file
+        self.members: list[str] = []
+        # numbers that worker processes share, where tuples would be copied when they are read
+        self.offsets, self.sizes = array("q"), array("q")
+
+    def add(self, path: Path, images: list[Member]) -> None:
+        """Append the images of a tar file."""
+        self.paths.append(path)
+        self.starts.append(len(self))
+        for name, offset, size in images:
+            self.members.append(name)
+            self.offsets.append(offset)
+            self.sizes.append(size)
+
+    def __len__(self) -> int:
+        """See `Source`."""
+        return len(self.members)
+
+    def names(self) -> Iterator[str]:
+        """See `Source`: tar file and file in it."""
+        return (f"{self._path(i).name}/{self.members[i]}" for i in range(len(self)))
+
+    def where(self, index: int) -> str:
+        """See `Source`."""
+        return _where(self._path(index), self.members[index])
+
+    def read(self, index: int) -> bytes:
+        """See `Source`; the file is opened each time, so that threads and processes share none."""
+        with self._path(index).open("rb") as file:
+            content = _content(file, self.offsets[index], self.sizes[index])
+        if len(content) < self.sizes[index]:
+            raise OSError(errno.EIO, "the tar file became shorter")
+        return content
+
+    def _path(self, index: int) -> Path:
+        return self.paths[bisect_right(self.starts, index) - 1]
+
+
+def tar_images(
+    paths: list[Path], names: tuple[str, ...] | None
+) -> tuple[TarShards, Tensor, tuple[str, ...]]:
+    """Images, labels and classes of tar files with KEY.jpg, KEY.cls or KEY.json for each sample.
+
+    Args:
+        paths: tar files in order.
+        names: of the classes in order of number, if they are known.
+
+    Raises:
+        ValueError: a tar file is damaged or empty, or an image has no label that can be used.
+    """
+    shards = TarShards()
+    numbers: list[int] = []
+    for path in paths:
+        images, found = _samples(path)
+        shards.add(path, images)
+        numbers += found
+    return shards, *named(numbers, names, shards.where)
+
+
+def _samples(path: Path) -> tuple[list[Member], list[int]]:
+    """Images of a tar file and their class numbers."""
+    samples: dict[str, dict[str, Member]] = defaultdict(dict)
+    images: list[Member] = []
+    numbers: list[int] = []
+    with path.open("rb") as file:
+        for member in _members(file, path):
+            folder, slash, base = member.name.rpartition("/")
+            stem, _, kind = base.lower().partition(".")
+            if kind in IMAGES:
+                kind = "image"
+            if stem and kind in ("image", "cls", "json"):
+                sample = samples[folder + slash + base[: len(stem)]]
+                if kind in sample:
+                    both = f"{sample[kind].name} and {member.name}"
+                    raise ValueError(f"{path} has {both} for one sample; keep one of them")
+                sample[kind] = member
+        for sample in samples.values():
+            if "image" in sample:
+                images.append(sample["image"])
+                numbers.append(_number(file, path, sample))
+            elif "cls" in sample:
+                where = _where(path, sample["cls"].name)
+                raise ValueError(f"{where} has no image beside it that ends with {sorted(IMAGES)}")
+    if not images:
+        raise ValueError(f"{path} has no images; take it out of the folder")
+    return images, numbers
+
+
+def _members(file: IO[bytes], path: Path) -> Iterator[Member]:
+    """The files in a tar file, which must go on to its end."""
+    end = 0
+    try:
+        with tarfile.open(fileobj=file, mode="r:") as tar:
+            for member in tar:
+                end = member.offset_data
+                if member.isfile():
+                    end += -(-member.size // BLOCK) * BLOCK
+                    yield Member(member.name, member.offset_data, member.size)
+    except tarfile.ReadError as error:
+        if end == 0:
+            reason = "is no tar file, or a compressed one, which must be decompressed"
+            raise ValueError(f"{path} {reason} ({error})") from error
+        raise ValueError(_truncated(path)) from error
+    if _content(file, end, BLOCK) != bytes(BLOCK):
+        raise ValueError(_truncated(path))
+
+
+def _truncated(path: Path) -> str:
+    return f"{path} is damaged: it has no end, as after a copy that broke off; copy it again"
+
+
+def _number(file: IO[bytes], path: Path, sample: dict[str, Member]) -> int:
+    """Class number of a sample."""
+    label = sample.get("cls") or sample.get("json")
+    if label is None:
+        where, key = _where(path, sample["image"].name), Path(sample["image"].name).stem
+        raise ValueError(f"{where} has no label: neither {key}.cls nor {key}.json is beside it")
+    text = _content(file, label.offset, label.size)
+    try:
+        if "cls" in sample:
+            return int(text)
+        number = json.loads(text)["label"]
+    except (ValueError, KeyError, TypeError) as error:
+        problem = f"holds no class number: {text[:40]!r}"
+        raise ValueError(f"{_where(path, label.name)} {problem}") from error
+    if type(number) is not int:
+        raise ValueError(
+            f"{_where(path, label.name)} has the label {number!r}, which is no class number"
+        )
+    return number
+
+
+def _content(file: IO[bytes], offset: int, size: int) -> bytes:
+    file.seek(offset)
+    return file.read(size)
+
+
+def _where(path: Path, name: str) -> str:
+    return f"{path}: {name}"
