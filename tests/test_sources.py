@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import multiprocessing
 import pickle
 import re
 import shutil
@@ -204,6 +205,18 @@ def test_threads_and_other_processes_read_the_same(form, few_files, places, monk
                 assert content == expected.read(i)
 
 
+def test_a_lock_that_is_held_in_a_fork_stops_nobody(places):
+    source = image_folders(places["parquet"], 16, resident=False).train.source
+    source.read(0)
+    (kept,) = source.kept.values()
+    with kept.lock, kept.slots[0].lock:
+        child = multiprocessing.get_context("fork").Process(target=source.read, args=(0,))
+        child.start()
+        child.join(20)
+        child.kill()
+    assert child.exitcode == 0
+
+
 def test_row_groups_are_read_once_while_they_are_kept(places, monkeypatch):
     source = image_folders(places["parquet"], 16, resident=False).train.source
     read = []
@@ -218,7 +231,7 @@ def test_row_groups_are_read_once_while_they_are_kept(places, monkeypatch):
     monkeypatch.setattr(parquet, "KEPT", 2 * size)
     source = pickle.loads(pickle.dumps(source))
     read.clear()
-    for i in (0, 4, 8, 4, 0):  # three row groups
+    for i in (0, 4, 8, 4, 0, 4):  # of three row groups
         source.read(i)
     assert [group.number for group in read] == [0, 1, 2, 0]
     (kept,) = source.kept.values()
