@@ -12,11 +12,10 @@ from cenet.train.parquet import parquet_images
 from cenet.train.places import TEST, TRAIN, Part, check_place, find_part
 from cenet.train.reading import read_all
 from cenet.train.recipes import Recipe
-from cenet.train.sources import Folder, Source
+from cenet.train.sources import SUFFIXES, Folder, Source
 from cenet.train.tar_shards import tar_images
 
 DIGITS_TEST = 450
-SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 # a data set of so many bytes of decoded pixels is held in memory
 FITS = 4 * 2**30
 

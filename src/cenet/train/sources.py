@@ -4,6 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
+# of image files
+SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+
 
 class Source(Protocol):
     """Encoded images in a fixed order, any of which can be read at any time, by any process."""

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from torch import Tensor
-from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from cenet.train.labels import named
+from cenet.train.sources import SUFFIXES
 
 BLOCK = 512
-IMAGES = {ending.removeprefix(".") for ending in IMG_EXTENSIONS}
+IMAGES = {ending.removeprefix(".") for ending in SUFFIXES}
 
 
 class Member(NamedTuple):
