@@ -208,11 +208,11 @@ def row(timing: Timing, peak: float | None, columns: dict[str, str]) -> dict[str
     return {**columns, **times, "peak_mb": "" if peak is None else f"{peak:.1f}"}
 
 
-def append_rows(path: Path, rows: list[dict[str, str]]) -> None:
+def append_rows(path: Path, rows: list[dict[str, str]], fields: tuple[str, ...] = FIELDS) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     is_new = not path.exists() or path.stat().st_size == 0
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
+        writer = csv.DictWriter(file, fields)
         if is_new:
             writer.writeheader()
         writer.writerows(rows)

@@ -13,7 +13,7 @@ from cenet.detection.command import parse
 from cenet.detection.data import load, outline_mask, scenes
 from cenet.detection.loaders import sample, scaled_size, training_batches
 from cenet.detection.shapes import draw_shapes
-from cenet.train.loaders import Shard
+from cenet.train.order import Shard
 
 CPU = torch.device("cpu")
 

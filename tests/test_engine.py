@@ -17,9 +17,9 @@ from cenet.nn import ce_layers
 from cenet.train import RECIPES, snapshot
 from cenet.train.engine import Trainer
 from cenet.train.interrupts import Interrupted
-from cenet.train.loaders import epoch_order, seed_of
 from cenet.train.logbook import read_metrics
 from cenet.train.options import Options
+from cenet.train.order import epoch_order, seed_of
 from cenet.train.processes import Processes
 from cenet.train.run import Job, evaluate_run, train
 from cenet.train.weights import WEIGHTS

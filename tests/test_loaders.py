@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,20 +17,16 @@ from PIL import Image
 from torch import nn
 
 import cenet.train.interrupts as interrupts
-import cenet.train.loaders as loaders
+import cenet.train.workers as pool
+from cenet.train import RECIPES
 from cenet.train.data import (
     Encoded,
     Resident,
     image_folders,
 )
 from cenet.train.inputs import inputs_of
-from cenet.train.loaders import (
-    FilesLoader,
-    ResidentLoader,
-    Shard,
-    epoch_order,
-    evaluation_batches,
-)
+from cenet.train.loaders import ResidentLoader, evaluation_batches, training_loader
+from cenet.train.order import Shard, epoch_order
 from cenet.train.sources import Folder
 
 CPU = torch.device("cpu")
@@ -130,16 +127,21 @@ def folder(tmp_path_factory):
     return root
 
 
+def files_loader(files, batch, *, workers=0, steps=None, **fields):
+    recipe = replace(RECIPES["resnet18_ce"], image_size=32, **{"epochs": 4, **fields})
+    return training_loader(
+        recipe, files, inputs_of(files), Shard(len(files.labels), batch), device=CPU,
+        channels_last=True, workers=workers, steps=steps,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("augment", ["imagenet", "crop_flip", "none"])
 def test_files_do_not_depend_on_workers_or_on_where_an_epoch_begins(folder, augment):
     files = image_folders(folder, 32, resident=True).train
     assert isinstance(files, Encoded)
 
     def loader(workers):
-        return FilesLoader(
-            files, inputs_of(files), Shard(16, 4), augment=augment, size=32, seed=5, device=CPU,
-            channels_last=True, workers=workers,
-        )  # fmt: skip
+        return files_loader(files, 4, workers=workers, augment=augment, seed=5)
 
     before = torch.get_rng_state()
     alone = list(loader(0).epoch(1))
@@ -152,13 +154,70 @@ def test_files_do_not_depend_on_workers_or_on_where_an_epoch_begins(folder, augm
         assert shown.isdisjoint(round(float(images.sum()), 3) for images, _ in loader(0).epoch(2))
 
 
+def children():
+    return {process.pid for process in multiprocessing.active_children()}
+
+
+def test_workers_go_on_over_epochs_and_end_after_the_last(folder):
+    files = image_folders(folder, 32, resident=True).train
+    expected = [list(files_loader(files, 4, epochs=3).epoch(epoch)) for epoch in range(3)]
+    loader = files_loader(files, 4, workers=2, steps=3, epochs=3)  # the loop may leave some out
+    before, kinds = children(), set()
+    for epoch in range(3):
+        batches = loader.epoch(epoch)
+        found = [next(batches) for _ in range(3)]  # as the loop asks: never once too often
+        assert batches_equal(found, expected[epoch][:3])
+        kinds.add(frozenset(children() - before))
+    assert len(kinds) == 2  # the same two processes, and none
+    assert {len(kind) for kind in kinds} == {0, 2}
+
+
+def test_workers_end_with_an_epoch_that_is_left(folder):
+    files = image_folders(folder, 32, resident=True).train
+    expected = [list(files_loader(files, 4).epoch(epoch)) for epoch in range(2)]
+    loader = files_loader(files, 4, workers=1)
+    before = children()
+    batches = loader.epoch(0)
+    next(batches)
+    assert len(children() - before) == 1
+    batches.close()
+    assert children() == before
+    assert batches_equal(loader.epoch(1, start=2), expected[1][2:])
+    assert len(children() - before) == 1  # for the epoch that comes next
+    loader.end()
+    assert children() == before
+
+
+def test_two_readers_of_one_loader_do_not_take_each_others_batches(folder):
+    files = image_folders(folder, 32, resident=True).train
+    expected = list(files_loader(files, 4).epoch(0))
+    loader = files_loader(files, 4)
+    one, other = loader.epoch(0), loader.epoch(0)
+    pairs = [(next(one), next(other)) for _ in range(4)]
+    for found in zip(*pairs, strict=True):
+        assert batches_equal(found, expected)
+
+
+def test_workers_read_nothing_for_nothing(folder, tmp_path):
+    """A run reads as many images as it shows."""
+    files = image_folders(folder, 32, resident=True).train
+
+    class Noted(Folder):
+        def read(self, index):
+            with (tmp_path / "read").open("a") as file:
+                file.write(f"{index}\n")
+            return super().read(index)
+
+    files = files._replace(source=Noted(files.source.paths))
+    loader = files_loader(files, 4, workers=2, steps=3, epochs=2)
+    assert sum(len(list(loader.epoch(epoch))) for epoch in range(2)) == 6
+    assert len((tmp_path / "read").read_text().split()) == 24
+
+
 def test_workers_leave_signals_to_the_run(folder, monkeypatch):
     """A signal to the whole group must not take them away before the run has saved."""
     files = image_folders(folder, 32, resident=True).train
-    loader = FilesLoader(
-        files, inputs_of(files), Shard(16, 1), augment="none", size=32, seed=0, device=CPU,
-        channels_last=False, workers=1,
-    )  # fmt: skip
+    loader = files_loader(files, 1, workers=1, augment="none", epochs=1)
 
     # where the shell has switched it off, the test would see nothing
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -168,8 +227,8 @@ def test_workers_leave_signals_to_the_run(folder, monkeypatch):
             os.kill(os.getpid(), number)
         leave(worker)
 
-    leave = loaders._leave_signals_to_the_run
-    monkeypatch.setattr(loaders, "_leave_signals_to_the_run", signalled)
+    leave = pool._leave_signals_to_the_run
+    monkeypatch.setattr(pool, "_leave_signals_to_the_run", signalled)
     batches = loader.epoch(0)
     next(batches)
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
@@ -200,7 +259,7 @@ def test_workers_end_with_a_run_that_fails(fails, pause, message):
         "        for batch in super().__iter__():\n"
         "            yield batch\n"
         f"            time.sleep({pause})\n"
-        "from cenet.train.loaders import loaded\n"
+        "from cenet.train.workers import loaded\n"
         "class Damaged:\n"
         "    def __getitem__(self, index):\n"
         f"        {fails}\n"
@@ -217,7 +276,7 @@ def test_workers_end_with_a_run_that_fails(fails, pause, message):
 
 
 def one_by_one(count, workers):
-    return loaders.loaded(range(count), [[i] for i in range(count)], workers=workers, seed=0)
+    return pool.loaded(range(count), [[i] for i in range(count)], workers=workers, seed=0)
 
 
 def test_workers_end_when_not_all_can_be_started(monkeypatch):
@@ -253,7 +312,7 @@ def test_one_that_dies_while_workers_end_does_not_save_the_others():
         def _shutdown_workers(self):
             raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed.")
 
-    loaders._end(Found())
+    pool._end(Found())
     assert killed == [1, 1]
 
 
@@ -273,7 +332,7 @@ def test_signals_are_held_back_as_they_were_before():
 def test_workers_end_with_an_error_of_their_reader():
     """Nobody catches it, so Python keeps the iterator, and with it they were kept alive."""
     script = (
-        "from cenet.train.loaders import loaded\n"
+        "from cenet.train.workers import loaded\n"
         "def read():\n"
         "    batches = loaded(range(60), [[i] for i in range(60)], workers=6, seed=0)\n"
         "    next(batches)\n"
@@ -308,10 +367,7 @@ def test_what_happens_to_an_image_file(tmp_path, augment):
     """One file, 32 times: every copy and every epoch has its own chance."""
     image = gradient(tmp_path / "x.png", 32)
     files = Encoded(Folder([tmp_path / "x.png"] * 32), torch.zeros(32, dtype=torch.long), ("a",))
-    loader = FilesLoader(
-        files, inputs_of(files), Shard(32, 32), augment=augment, size=32, seed=0, device=CPU,
-        channels_last=False, workers=0,
-    )  # fmt: skip
+    loader = files_loader(files, 32, augment=augment)
     first, second = (raw(next(loader.epoch(epoch))[0]) for epoch in range(2))
     kinds = [{copy.numpy().tobytes() for copy in epoch} for epoch in (first, second)]
     if augment == "none":

@@ -1,6 +1,7 @@
 """The network that `cenet diagnose` examines: by name or by run, with what it takes as input."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,9 +14,9 @@ from cenet.export import load_network, load_weights_
 from cenet.models import NETWORKS
 from cenet.models.lookup import create_named
 from cenet.train.inputs import FILES_MEAN, FILES_STD, Inputs
-from cenet.train.loaders import transforms
 from cenet.train.logbook import read_run
 from cenet.train.recipes import Recipe
+from cenet.train.views import shown_in_test
 from cenet.train.weights import load_run, read_weights
 
 TORCHVISION_SIZE = 224
@@ -65,7 +66,8 @@ def find_examinee(
         inputs = Inputs((), FILES_MEAN, FILES_STD)
         return Examinee(
             network, model, weights, TORCHVISION_SIZE,
-            lambda size: _normalized(transforms(None, size), inputs), *_imagenet(network), None,
+            lambda size: _normalized(partial(shown_in_test, size=size), inputs),
+            *_imagenet(network), None,
         )  # fmt: skip
     from timm.data.config import resolve_model_data_config
     from timm.data.transforms_factory import create_transform
@@ -97,7 +99,7 @@ def _of_run(run: Path) -> Examinee:
     network = load_run(run)
 
     def transform(size: int) -> Callable[[Any], Tensor]:
-        resize = transforms(None, size)
+        resize = partial(shown_in_test, size=size)
         plain = v2.PILToTensor()
 
         def fitted(image: Any) -> Tensor:

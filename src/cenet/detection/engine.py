@@ -15,9 +15,9 @@ from cenet.detection.loaders import training_batches
 from cenet.detection.networks import detector
 from cenet.detection.recipes import DetectionRecipe
 from cenet.train.inputs import Inputs
-from cenet.train.loaders import seed_of
 from cenet.train.loop import Batch, Loop
 from cenet.train.options import RunOptions
+from cenet.train.order import seed_of
 from cenet.train.processes import Processes
 
 # of torchvision's detectors

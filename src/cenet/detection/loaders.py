@@ -13,7 +13,8 @@ from torch.utils.data import Dataset
 
 from cenet.detection.data import Scenes, outline_mask
 from cenet.detection.recipes import DetectionRecipe
-from cenet.train.loaders import Shard, epoch_order, loaded, seed_of
+from cenet.train.order import Shard, epoch_order, seed_of
+from cenet.train.workers import loaded
 
 Target = dict[str, Tensor]
 Sample = tuple[Tensor, Target]

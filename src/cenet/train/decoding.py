@@ -9,13 +9,17 @@ import numpy
 from cenet.train.sources import Source
 
 
-def decode(source: Source, index: int) -> Any:
-    """An image of a source in RGB; ValueError that says where it is if it is damaged."""
+def read(source: Source, index: int) -> bytes:
+    """The bytes of an image file; ValueError that says where it is if they cannot be read."""
     try:
-        content = BytesIO(source.read(index))
+        return source.read(index)
     except OSError as error:
         raise ValueError(f"{source.where(index)} cannot be read: {error.strerror}") from error
-    return _opened(content, source.where(index))
+
+
+def decode(source: Source, index: int) -> Any:
+    """An image of a source in RGB; ValueError that says where it is if it is damaged."""
+    return _opened(BytesIO(read(source, index)), source.where(index))
 
 
 def read_image(path: Path) -> Any:

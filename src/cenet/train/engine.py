@@ -14,9 +14,10 @@ from cenet.train.data import Encoded, Split, digest
 from cenet.train.evaluation import Tester
 from cenet.train.graphs import EAGER_CALLS, EAGER_CALLS_DISTRIBUTED, Graphed, problem
 from cenet.train.inputs import Inputs, inputs_of
-from cenet.train.loaders import seed_of, training_loader
+from cenet.train.loaders import training_loader
 from cenet.train.loop import Batch, Loop
 from cenet.train.options import Options
+from cenet.train.order import seed_of
 from cenet.train.processes import Processes
 from cenet.train.recipes import Recipe
 from cenet.train.setup import (
@@ -56,6 +57,7 @@ class Trainer(Loop):
         self.loader = training_loader(
             recipe, data.train, inputs, self.shard, device=device,
             channels_last=options.channels_last, workers=options.workers,
+            steps=self.updates_per_epoch * recipe.accumulate, decode=options.decode,
         )  # fmt: skip
         snapshot.seed_everything(seed_of("chance", recipe.seed, processes.rank))
         self._forward: Callable[[Tensor], Tensor] = self.wrapped
@@ -66,7 +68,7 @@ class Trainer(Loop):
             evaluated, data.test, inputs, recipe, processes,
             forward=torch.compile(evaluated) if options.compile else None,
             graphed=options.cuda_graphs, channels_last=options.channels_last,
-            workers=options.workers,
+            workers=options.workers, decode=self.loader.decoding or options.decode,
         )  # fmt: skip
         self._add_gradients: Callable[..., None] = self._gradients
         self._apply_gradients: Callable[[], None] = super().apply_gradients
@@ -90,6 +92,14 @@ class Trainer(Loop):
                 to=lambda _, values: self.logbook.add_channels(self.position.updates, values),
             )  # fmt: skip
             monitor.step = self.position.updates * self.recipe.accumulate
+
+    def facts(self) -> dict[str, Any]:
+        """See `Loop`."""
+        return {"decoding": self.loader.decoding}
+
+    def release(self) -> None:
+        """See `Loop`."""
+        self.loader.end()
 
     def batches(self, epoch: int, step: int) -> Iterator[Batch]:
         """See `Loop`."""

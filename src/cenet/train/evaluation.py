@@ -1,7 +1,7 @@
 """Accuracy on the test images."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ class Tester:
         processes: among which the images are divided.
         forward: the network as it is called: itself by default, or compiled.
         graphed: replay the test of a batch as a CUDA graph.
-        channels_last, workers: see `Options`.
+        channels_last, workers, decode: see `Options`.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class Tester:
         graphed: bool = False,
         channels_last: bool = False,
         workers: int = 0,
+        decode: Literal["auto", "cpu", "cuda"] = "auto",
     ) -> None:
         """Bring the images to the device."""
         device = processes.device
@@ -53,6 +54,7 @@ class Tester:
         self._batches: dict[str, Any] = {
             "data": data, "inputs": inputs, "size": recipe.image_size, "batch": TEST_BATCH,
             "device": device, "channels_last": channels_last, "workers": workers,
+            "decode": decode,
             "rank": processes.rank, "world": processes.world,
         }  # fmt: skip
         self._forward = forward or network

@@ -41,7 +41,8 @@ class Graphed:
                 return
             self._inputs = tuple(value.clone() for value in inputs)
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):  # records, and does not run
+            # records, and does not run; other threads prepare batches meanwhile
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 self._run(*self._inputs)
         for own, value in zip(self._inputs, inputs, strict=True):
             own.copy_(value)

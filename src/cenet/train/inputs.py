@@ -42,6 +42,20 @@ class Inputs(NamedTuple):
         return found
 
 
+class Normalization:
+    """From pixels on a device to what a network takes."""
+
+    def __init__(self, inputs: Inputs, device: torch.device, *, channels_last: bool) -> None:
+        """Move mean and standard deviation to the device, once."""
+        mean, std = inputs.statistics(device)
+        self.mean, self.std = mean[:, None, None], std[:, None, None]
+        self.layout = torch.channels_last if channels_last else torch.contiguous_format
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """(N, C, H, W) of values from 0 to 255, in the layout."""
+        return ((images.float() - self.mean) / self.std).contiguous(memory_format=self.layout)
+
+
 def inputs_of(train: Resident | Encoded, device: torch.device | None = None) -> Inputs:
     """What a network trained on these images takes.
 

@@ -4,77 +4,51 @@ What happens to an image in an epoch depends on nothing else either: not on the 
 processes, and not on where a run was interrupted.
 """
 
-import multiprocessing
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
 from functools import partial
-from hashlib import sha256
-from multiprocessing.util import Finalize
-from typing import Any, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils.data import DataLoader, Dataset
-from torchvision.transforms import v2
+from torch.utils.data import Dataset
 
-import cenet.train.interrupts as interrupts
+from cenet.train.cuda_decoding import Decoding, choose, decode_jpegs
 from cenet.train.data import Encoded, Resident
 from cenet.train.decoding import decode
-from cenet.train.inputs import Inputs
+from cenet.train.inputs import Inputs, Normalization
+from cenet.train.order import Item, Plan, Shard, epoch_order, seed_of
+from cenet.train.pipeline import Pipeline
 from cenet.train.recipes import Augment, Recipe
+from cenet.train.views import PADDING, Viewing, shown
+from cenet.train.workers import loaded
 
-PADDING = 4
-TEST_CROP = 0.875  # share of the shorter side
-
-
-def seed_of(*parts: int | str) -> int:
-    """A seed that depends on all parts."""
-    digest = sha256(repr(parts).encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
-
-
-def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
-    """A permutation of the images."""
-    generator = torch.Generator().manual_seed(seed_of("order", seed, epoch))
-    return torch.randperm(count, generator=generator)
-
-
-class Shard:
-    """Which images a process takes in each step."""
-
-    def __init__(self, count: int, batch: int, *, rank: int = 0, world: int = 1) -> None:
-        """Of `count` images, `batch` per process and step; the rest of an epoch is left out."""
-        self.count, self.batch, self.rank, self.world = count, batch, rank, world
-        if count < batch * world:
-            raise ValueError(
-                f"{count} training images do not fill one step of {batch} images in each of "
-                f"{world} processes; lower --batch-size"
-            )
-
-    @property
-    def steps(self) -> int:
-        """Steps of an epoch."""
-        return self.count // (self.batch * self.world)
-
-    def places(self, step: int) -> slice:
-        """Places in the order of an epoch that this process takes in a step."""
-        start = (step * self.world + self.rank) * self.batch
-        return slice(start, start + self.batch)
+Batch = tuple[Tensor, Tensor]  # normalized images and labels on the device
 
 
 class Loader(Protocol):
-    """Training batches."""
+    """Training batches.
 
-    shard: Shard
+    Attributes:
+        decoding: what decodes files; None for images in memory.
+    """
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Normalized images and labels on the device, from step `start` of an epoch."""
+    decoding: Decoding | None
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """Batches from step `start` of an epoch."""
+        ...
+
+    def end(self) -> None:
+        """End what prepares batches ahead; an epoch can begin again all the same."""
         ...
 
 
 class ResidentLoader:
     """Images on the device, cropped and flipped there."""
+
+    decoding: Decoding | None = None
 
     def __init__(
         self,
@@ -98,7 +72,10 @@ class ResidentLoader:
         self.labels = data.labels.to(device)
         self.mean, self.std = inputs.statistics(device)
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    def end(self) -> None:
+        """See `Loader`: nothing is."""
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """See `Loader`."""
         order = epoch_order(self.shard.count, self.seed, epoch)
         moves = self._moves(epoch).to(self.device)
@@ -131,47 +108,92 @@ class ResidentLoader:
         return self.images[chosen[:, None, None], rows[:, :, None], columns[:, None, :]]
 
 
+class Reading(NamedTuple):
+    """How batches of files come to the device.
+
+    Attributes:
+        data: the files.
+        viewing: what is shown of an image.
+        finish: from pixels on the device to what a network takes.
+        device: of the run.
+        workers: processes that decode, or threads that read for a decoder on the device.
+        decoding: what decodes.
+    """
+
+    data: Encoded
+    viewing: Viewing
+    finish: Callable[[Tensor], Tensor]
+    device: torch.device
+    workers: int
+    decoding: Decoding
+
+    def batches(self, items: Iterable[list[Item]]) -> Generator[Batch, None, None]:
+        """Batches of these images; what prepares them ends with the generator."""
+        if self.decoding == "cuda":
+            decoder = partial(decode_jpegs, device=self.device)
+            pipeline = Pipeline(
+                self.data, self.viewing, self.finish, decoder=decoder, device=self.device,
+                workers=self.workers,
+            )  # fmt: skip
+            yield from pipeline.batches(iter(items))
+            return
+        images = _Images(self.data, self.viewing)
+        with closing(loaded(images, items, self.workers, self.viewing.seed)) as found:
+            for batch in found:
+                pixels, labels = (part.to(self.device, non_blocking=True) for part in batch)
+                yield self.finish(pixels), labels
+
+
 class _Images(Dataset[tuple[Tensor, int]]):
-    """Files, decoded and transformed; the chance in it depends on seed, epoch and image alone."""
+    """Files, decoded on the CPU; the chance in it depends on seed, epoch and image alone."""
 
-    def __init__(self, files: Encoded, transform: Any, seed: int, epoch: int) -> None:
-        self.files, self.transform, self.seed, self.epoch = files, transform, seed, epoch
+    def __init__(self, files: Encoded, viewing: Viewing) -> None:
+        self.files, self.viewing = files, viewing
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, item: Item) -> tuple[Tensor, int]:
+        index = item[1]
         image = decode(self.files.source, index)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed_of("image", self.seed, self.epoch, index))
-            return self.transform(image), int(self.files.labels[index])
+        view = self.viewing.view(item, image.height, image.width)
+        return shown(image, view, self.viewing.size), int(self.files.labels[index])
 
 
 class FilesLoader:
-    """Images decoded by worker processes."""
+    """Batches of files, prepared ahead from one epoch to the next."""
 
-    def __init__(
-        self,
-        data: Encoded,
-        inputs: Inputs,
-        shard: Shard,
-        *,
-        augment: Augment,
-        size: int,
-        seed: int,
-        device: torch.device,
-        channels_last: bool,
-        workers: int,
-    ) -> None:
-        """Choose the transforms."""
-        self.data, self.shard, self.seed = data, shard, seed
-        self.transform = transforms(augment, size)
-        self.workers = workers
-        self.place = partial(_placed, inputs=inputs, device=device, channels_last=channels_last)
+    def __init__(self, plan: Plan, reading: Reading) -> None:
+        """Start nothing yet."""
+        self.plan, self.reading = plan, reading
+        self.decoding: Decoding | None = reading.decoding
+        self._stream: Generator[Batch, None, None] | None = None
+        self._next: tuple[int, int] | None = None  # epoch and step of the stream
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """See `Loader`. Those who leave before the last step end what prepares the next."""
+        step = start
+        try:
+            while step < self.plan.steps:
+                batch = self._batch(epoch, step)
+                step += 1
+                yield batch
+        finally:
+            if step < self.plan.steps:
+                self.end()
+
+    def _batch(self, epoch: int, step: int) -> Batch:
+        if self._stream is None or self._next != (epoch, step):
+            self.end()
+            self._stream = self.reading.batches(self.plan.batches(epoch, step))
+        batch = next(self._stream)
+        self._next = self.plan.after(epoch, step)
+        if self._next is None:
+            self.end()
+        return batch
+
+    def end(self) -> None:
         """See `Loader`."""
-        order = epoch_order(self.shard.count, self.seed, epoch).tolist()
-        batches = [order[self.shard.places(step)] for step in range(start, self.shard.steps)]
-        dataset = _Images(self.data, self.transform, self.seed, epoch)
-        yield from map(self.place, loaded(dataset, batches, self.workers, self.seed))
+        if self._stream is not None:
+            self._stream.close()
+        self._stream = None
 
 
 def training_loader(
@@ -183,17 +205,27 @@ def training_loader(
     device: torch.device,
     channels_last: bool = False,
     workers: int = 0,
+    steps: int | None = None,
+    decode: Literal["auto", "cpu", "cuda"] = "cpu",
 ) -> Loader:
-    """Batches of the training images of a recipe."""
-    shared: dict[str, Any] = {
-        "augment": recipe.augment,
-        "seed": recipe.seed,
-        "device": device,
-        "channels_last": channels_last,
-    }
+    """Batches of the training images of a recipe.
+
+    Args:
+        recipe, data, inputs, shard, device, channels_last: as their names say.
+        workers: see `Reading`.
+        steps: of an epoch that will be asked for; by default all.
+        decode: see `Options`.
+    """
     if isinstance(data, Resident):
-        return ResidentLoader(data, inputs, shard, **shared)
-    return FilesLoader(data, inputs, shard, size=recipe.image_size, workers=workers, **shared)
+        return ResidentLoader(
+            data, inputs, shard, augment=recipe.augment, seed=recipe.seed, device=device,
+            channels_last=channels_last,
+        )  # fmt: skip
+    viewing = Viewing(recipe.augment, recipe.image_size, recipe.seed)
+    finish = Normalization(inputs, device, channels_last=channels_last)
+    reading = Reading(data, viewing, finish, device, workers, choose(decode, device))
+    steps = shard.steps if steps is None else steps
+    return FilesLoader(Plan(shard, recipe.seed, recipe.epochs, steps), reading)
 
 
 def evaluation_batches(
@@ -207,14 +239,15 @@ def evaluation_batches(
     workers: int = 0,
     rank: int = 0,
     world: int = 1,
-) -> Iterator[tuple[Tensor, Tensor]]:
+    decode: Literal["auto", "cpu", "cuda"] = "cpu",
+) -> Iterator[Batch]:
     """All test images of this process once, in order."""
     if isinstance(data, Encoded):
-        dataset = _Images(data, transforms(None, size), 0, 0)
-        places = torch.arange(rank, len(data.labels), world)
-        indices = [chosen.tolist() for chosen in torch.split(places, batch)]
-        place = partial(_placed, inputs=inputs, device=device, channels_last=channels_last)
-        yield from map(place, loaded(dataset, indices, workers, 0))
+        finish = Normalization(inputs, device, channels_last=channels_last)
+        viewing = Viewing(None, size)
+        reading = Reading(data, viewing, finish, device, workers, choose(decode, device))
+        places = torch.split(torch.arange(rank, len(data.labels), world), batch)
+        yield from reading.batches([(0, i) for i in chosen.tolist()] for chosen in places)
         return
     mean, std = inputs.statistics(device)
     own = (torch.split(part[rank::world], batch) for part in (data.images, data.labels))
@@ -222,100 +255,3 @@ def evaluation_batches(
         pixels = images.to(device).permute(0, 2, 3, 1)
         pixels = ((pixels.float() - mean) / std).permute(0, 3, 1, 2)
         yield (pixels if channels_last else pixels.contiguous()), labels.to(device)
-
-
-def transforms(augment: Augment | None, size: int) -> Any:
-    """From an image file to (3, size, size) in uint8; None is for the test."""
-    steps: list[Any]
-    if augment == "imagenet":
-        steps = [v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip()]
-    elif augment == "crop_flip":
-        steps = [v2.Resize((size, size), antialias=True), v2.RandomCrop(size, PADDING)]
-        steps.append(v2.RandomHorizontalFlip())
-    elif augment == "none":
-        steps = [v2.Resize((size, size), antialias=True)]
-    else:
-        steps = [v2.Resize(round(size / TEST_CROP), antialias=True), v2.CenterCrop(size)]
-    return v2.Compose([*steps, v2.PILToTensor()])
-
-
-def loaded(
-    dataset: Dataset[Any], batches: list[list[int]], workers: int, seed: int, collate: Any = None
-) -> Iterator[Any]:
-    """Batches of a data set, by worker processes if there are any; ValueError as it was raised."""
-    loader: Any = DataLoader(
-        dataset,
-        batch_sampler=batches,
-        num_workers=workers,
-        prefetch_factor=4 if workers else None,
-        collate_fn=collate,
-        worker_init_fn=_leave_signals_to_the_run,
-        pin_memory=torch.cuda.is_available(),
-        # else it draws from the global one, and a resumed run would go on differently
-        generator=torch.Generator().manual_seed(seed),
-    )
-    found = _started(loader)
-    # also when Python ends while somebody, a traceback for one, keeps this iterator; before queues
-    # are closed (10), by which workers hear of it
-    end = Finalize(None, _end, (found,), exitpriority=20) if workers else None
-    try:
-        yield from found
-    except ValueError as error:  # a worker's comes with its traceback as text
-        reason = str(error).strip().splitlines()[-1].removeprefix("ValueError: ")
-        raise ValueError(reason) from error
-    except RuntimeError as error:
-        explain(error)
-        raise
-    finally:
-        if end is not None:
-            end()
-
-
-def _started(loader: Any) -> Any:
-    """An iterator whose workers run; one may die while the others are still being started."""
-    before = set(multiprocessing.active_children())
-    try:
-        with interrupts.held_back():  # workers inherit that, until they are deaf
-            return iter(loader)
-    except BaseException as error:
-        for worker in set(multiprocessing.active_children()) - before:
-            worker.kill()
-        explain(error)
-        raise
-
-
-def _end(found: Any) -> None:
-    """End the workers of an iterator.
-
-    They are deaf to the signal by which Python would end them, and one that has died may have taken
-    with it what the others wait for.
-    """
-    with suppress(RuntimeError):  # of a worker that dies now
-        found._shutdown_workers()
-    for worker in found._workers:
-        worker.kill()
-
-
-def explain(error: BaseException) -> None:
-    """Raise the death of a worker in words that help; torch reports it wherever the run is."""
-    if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"):
-        raise ValueError(
-            f"a process that reads images has died ({str(error).strip()}); is there enough memory? "
-            "Use fewer by --workers"
-        ) from error
-
-
-def _leave_signals_to_the_run(_worker: int) -> None:
-    """A signal to the whole group must not take the workers away before the run has saved."""
-    interrupts.ignore()
-
-
-def _placed(
-    batch: tuple[Tensor, Tensor], *, inputs: Inputs, device: torch.device, channels_last: bool
-) -> tuple[Tensor, Tensor]:
-    """Images on the device, normalized."""
-    images, labels = (part.to(device, non_blocking=True) for part in batch)
-    mean, std = inputs.statistics(device)
-    images = (images.float() - mean[:, None, None]) / std[:, None, None]
-    layout = torch.channels_last if channels_last else torch.contiguous_format
-    return images.contiguous(memory_format=layout), labels

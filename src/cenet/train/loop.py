@@ -91,6 +91,13 @@ class Loop(RunState, ABC):
     def line(self, row: dict[str, Any]) -> str:
         """What a log says about an epoch beside its loss and time."""
 
+    def facts(self) -> dict[str, Any]:
+        """What run.json says about the surroundings beside versions and hardware."""
+        return {}
+
+    def release(self) -> None:
+        """End what prepares batches ahead."""
+
     def watch(self) -> None:
         """Start what looks at the network while it trains, in the first process."""
 
@@ -105,7 +112,7 @@ class Loop(RunState, ABC):
         """
         self.options.out.mkdir(parents=True, exist_ok=True)
         if self.processes.is_first:
-            facts = environment(self.processes.device, self.processes.world)
+            facts = environment(self.processes.device, self.processes.world) | self.facts()
             self.logbook.begin(
                 self.recipe, self.inputs, facts, after=self.position.epoch,
                 updates=self.position.updates,
@@ -130,6 +137,8 @@ class Loop(RunState, ABC):
         except Interrupted:
             self._tell_times(images)
             raise
+        finally:
+            self.release()
         self._tell_times(images)
         row: dict[str, Any] = self.logbook.rows[-1] if self.logbook.rows else {}
         return row

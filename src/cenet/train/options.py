@@ -55,11 +55,15 @@ class Options(RunOptions):
 
     Attributes:
         compile: torch.compile the network.
+        decode: what decodes image files. cuda is the GPU's own decoder for JPEG (other files go
+            through Pillow, as all do with cpu), for which `workers` are threads that read files;
+            its pixels differ by some levels of 255. auto is cuda where that is possible.
         cuda_graphs: replay whole steps as CUDA graphs, which takes the host out of the way.
         monitor_every: updates between looks at the channels, which go to channels.csv; 0 for none.
     """
 
     compile: bool = False
+    decode: Literal["auto", "cpu", "cuda"] = "auto"
     cuda_graphs: bool = False
     monitor_every: int = 0
 

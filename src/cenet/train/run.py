@@ -16,6 +16,7 @@ from cenet.train.claims import claimed
 from cenet.train.data import load, load_test
 from cenet.train.logbook import read_run
 from cenet.train.options import Options, RunOptions
+from cenet.train.order import Shard
 from cenet.train.recipes import Recipe
 from cenet.train.times import DATA, LIBRARIES, NETWORK, Clock
 
@@ -95,7 +96,7 @@ def carry_out(
                     print(said)
             return loop.run()
     except RuntimeError as error:
-        from cenet.train.loaders import explain
+        from cenet.train.workers import explain
 
         explain(error)
         raise
@@ -157,7 +158,7 @@ def evaluate_run(
     from cenet.calibration import update_ce_stats
     from cenet.nn import ce_layers
     from cenet.train.evaluation import Tester
-    from cenet.train.loaders import Shard, training_loader
+    from cenet.train.loaders import training_loader
     from cenet.train.weights import load_run, write_weights
 
     recipe, inputs = read_run(run, Recipe)
@@ -171,7 +172,9 @@ def evaluate_run(
         if recalibrate:
             images = load(recipe, data).train
             shard = Shard(len(images.labels), recipe.batch_size)
-            loader = training_loader(recipe, images, inputs, shard, device=own.device)
+            loader = training_loader(
+                recipe, images, inputs, shard, device=own.device, decode="auto"
+            )
             update_bn(islice(loader.epoch(0), recalibrate), network)
             network.eval()
             if dict(ce_layers(network)):

@@ -19,8 +19,8 @@ from cenet.train.background import Background
 from cenet.train.course import Course
 from cenet.train.graphs import side_stream
 from cenet.train.inputs import Inputs
-from cenet.train.loaders import Shard
 from cenet.train.options import RunOptions
+from cenet.train.order import Shard
 from cenet.train.processes import Processes, gathered, total
 from cenet.train.setup import build_optimizer, build_schedule
 from cenet.train.staging import Staging
