@@ -21,13 +21,21 @@ from _training import TINY, assert_same_run, call, stop_at, trainer
 from cenet.train import parquet
 from cenet.train.data import Encoded, Resident, digest, image_folders, load, load_test
 from cenet.train.inputs import inputs_of
-from cenet.train.loaders import FilesLoader, Shard
-from cenet.train.loop import Interrupted
+from cenet.train.interrupts import Interrupted
+from cenet.train.loaders import training_loader
+from cenet.train.order import Shard
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 RECIPE = replace(TINY, augment="imagenet", image_size=16, dataset="imagenet")
 FORMS = ("tar", "parquet")
+
+
+def files_loader(data, recipe, *, batch, workers):
+    return training_loader(
+        recipe, data, inputs_of(data), Shard(len(data.labels), batch),
+        device=torch.device("cpu"), workers=workers,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -75,12 +83,7 @@ def parquet_place(root, rows, schema=None):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_are_those_of_folders(form, workers, few_files, places):
     def batches(data):
-        shard = Shard(len(data.labels), 8)
-        loader = FilesLoader(
-            data, inputs_of(data), shard, augment="imagenet", size=16, seed=5,
-            device=torch.device("cpu"), channels_last=False, workers=workers,
-        )  # fmt: skip
-        return list(loader.epoch(1, 2))
+        return list(files_loader(data, RECIPE, batch=8, workers=workers).epoch(1, 2))
 
     found = image_folders(places[form], 16, resident=False)
     assert found.train.classes == few_files.train.classes
@@ -403,10 +406,7 @@ def test_a_shard_that_becomes_shorter(tmp_path):
     path = tar_place(tmp_path, [*sample("a"), *sample("b", 1)]) / "train-0.tar"
     data = image_folders(tmp_path, 16, resident=False).train
     path.write_bytes(path.read_bytes()[:600])
-    loader = FilesLoader(
-        data, inputs_of(data), Shard(2, 2), augment="none", size=16, seed=5,
-        device=torch.device("cpu"), channels_last=False, workers=1,
-    )  # fmt: skip
+    loader = files_loader(data, replace(RECIPE, augment="none"), batch=2, workers=1)
     with pytest.raises(ValueError, match=r"^\S*train-0.tar: ..png cannot be read: the tar file be"):
         list(loader.epoch(0))
 
