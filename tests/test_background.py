@@ -150,8 +150,14 @@ def kill_while_saving(kills, body, in_flight, delay):
 def test_a_hundred_kills_while_a_checkpoint_is_written_beside(tmp_path):
     """All tensors of a step have its number: a copy that was not of one moment would be seen."""
     names = [f"weight.{i}" for i in range(40)]
+    real = saving.save_file
+
+    def slow(tensors, path, metadata):
+        real(tensors, path, metadata)
+        time.sleep(0.01)
 
     def save_again_and_again():
+        saving.save_file = slow
         begin = saving.newest(tmp_path)
         step = begin[2]["step"] if begin else 0
         tensors = {name: torch.full((5000,), float(step)) for name in names}
@@ -176,7 +182,7 @@ def test_a_hundred_kills_while_a_checkpoint_is_written_beside(tmp_path):
     steps = []
     hits = 0
     for _ in range(100):
-        found, ended = kill_while_saving(1, save_again_and_again, half_written, 0.004)
+        found, ended = kill_while_saving(1, save_again_and_again, half_written, 0.015)
         assert not ended
         hits += found
         newest = saving.newest(tmp_path)

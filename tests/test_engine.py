@@ -114,8 +114,8 @@ def by_hand(recipe, data):
                 decay = recipe.ema if own.is_floating_point() else 0
                 own.copy_(decay * own + (1 - decay) * new)
         average.eval()
-        with torch.no_grad():
-            logits = average(test_x)
+        with torch.no_grad(), torch.autocast("cpu", dtype or torch.bfloat16, enabled=bool(dtype)):
+            logits = average(test_x).float()
         places = (logits > logits.gather(1, data.test.labels[:, None])).sum(1)
         rows.append({
             "epoch": epoch + 1,

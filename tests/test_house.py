@@ -30,7 +30,7 @@ LEVELS = [
         *("kernels.few_pixels", "kernels.gate", "kernels.folded_gate", "kernels.gate_backward"),
         *("kernels.group_backward", "kernels.newton", "kernels.decorrelation", "kernels.between"),
         *("kernels.between_backward", "kernels.state"),
-        *("kernels.replay", "kernels.layer", "ops"),
+        *("kernels.replay", "kernels.layer", "kernels.preparation", "ops"),
     ),
     (
         "nn.running",
@@ -89,6 +89,7 @@ LEVELS = [
             "train.claims",
             "train.state",
             "train.loop",
+            "train.preparation",
             "train.engine",
             "train.run",
             "train.command",

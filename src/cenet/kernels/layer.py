@@ -12,6 +12,7 @@ from cenet.kernels.between import between
 from cenet.kernels.between_backward import SmallGradients, between_backward
 from cenet.kernels.folded_gate import SPLITS, folded_gate
 from cenet.kernels.gate import GateWeights, gate_forward
+from cenet.kernels.launch import empty, empty_like
 from cenet.kernels.modes import ABSENT, BATCH, Mode
 from cenet.kernels.moments import measure
 from cenet.kernels.replay import replay
@@ -73,8 +74,8 @@ def forward(
     """
     x = dense(x)
     residual = None if residual is None else like(residual, x)
-    y = torch.empty_like(x)
-    state = x.new_empty(size(shape_of(x, block, settings)), dtype=torch.float32)
+    y = empty_like(x)
+    state = empty(x.device, size(shape_of(x, block, settings)))
     moved, momenta = (averages[:7], averages.momenta) if averages else ((None,) * 7, None)
     _run(
         ("forward", momenta), x, (x, residual, y, state, *block.tensors(), *moved), block, settings,
@@ -146,9 +147,9 @@ def backward(
     """Gradients, from that of y. `y` is given if there was a residual and an activation."""
     x = dense(x)
     grad = like(grad, x)
-    dx = torch.empty_like(x)
-    masked = None if y is None else torch.empty_like(x)
-    small = x.new_empty(sum(map(prod, small_shapes(block, x.shape[1]))), dtype=torch.float32)
+    dx = empty_like(x)
+    masked = None if y is None else empty_like(x)
+    small = empty(x.device, sum(map(prod, small_shapes(block, x.shape[1]))))
     _run(
         "backward", x, (x, grad, y, state, dx, masked, small, *block.tensors()), block, settings,
         lambda: _backward(grad, x, y, block, settings, state, dx, masked, small),
@@ -230,7 +231,7 @@ def folded(
     """
     x = dense(x)
     residual = None if residual is None else like(residual, x)
-    y = torch.empty_like(x)
+    y = empty_like(x)
     group_size = 16 if matrix is None else matrix.shape[-1]
 
     def run() -> None:

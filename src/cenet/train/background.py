@@ -12,7 +12,7 @@ class Background:
 
     def __init__(self) -> None:
         """Nothing runs yet."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="cenet-writer")
+        self._thread: ThreadPoolExecutor | None = None
         self._job: Future[None] | None = None
 
     def __enter__(self) -> "Background":
@@ -21,13 +21,16 @@ class Background:
 
     def __exit__(self, kind: object, *_: object) -> None:
         """Wait; after an error in the run itself, that of a job is not told."""
-        self._thread.shutdown()
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
         if kind is None:
             self.wait()
 
     def start(self, job: Callable[[], None]) -> None:
         """Run a job, after the one before it has ended."""
         self.wait()
+        self._thread = self._thread or ThreadPoolExecutor(1, "cenet writes")
         self._job = self._thread.submit(job)
 
     def look(self) -> None:

@@ -18,6 +18,7 @@ from cenet.train.loaders import training_loader
 from cenet.train.loop import Batch, Loop
 from cenet.train.options import Options
 from cenet.train.order import seed_of
+from cenet.train.preparation import prepare_kernels, rehearsals
 from cenet.train.processes import Processes
 from cenet.train.recipes import Recipe
 from cenet.train.setup import (
@@ -81,6 +82,14 @@ class Trainer(Loop):
             self._apply_gradients = Graphed(super().apply_gradients)
             # a graph reads them anew each time
             self._rates = [torch.zeros((), device=device) for _ in self.optimizer.param_groups]
+
+    def prepare(self) -> None:
+        """See `Loop`: the kernels of CE."""
+        steps = rehearsals(
+            self.recipe, self.inputs, self.processes.device,
+            channels_last=self.options.channels_last, tested=self._tester.counts(),
+        )  # fmt: skip
+        prepare_kernels(self.network, steps, self.processes)
 
     def watch(self) -> None:
         """See `Loop`: channels, now and then."""

@@ -20,6 +20,7 @@ from cenet.train.interrupts import Interrupted, Interrupts
 from cenet.train.logbook import Logbook
 from cenet.train.narrator import Narrator
 from cenet.train.processes import any_of, highest, share_buffers_, total
+from cenet.train.setup import autocast
 from cenet.train.state import RunState
 from cenet.train.times import (
     FIRST_STEP,
@@ -33,7 +34,6 @@ from cenet.train.times import (
 )
 from cenet.train.weights import WEIGHTS, write_weights
 
-PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 Batch = tuple[Any, ...]
 # what processes ask each other for after an update
 NOTHING, CHECKPOINT, STOP = range(3)
@@ -98,6 +98,9 @@ class Loop(RunState, ABC):
     def release(self) -> None:
         """End what prepares batches ahead."""
 
+    def prepare(self) -> None:
+        """What can be made ready before the first step."""
+
     def watch(self) -> None:
         """Start what looks at the network while it trains, in the first process."""
 
@@ -111,6 +114,8 @@ class Loop(RunState, ABC):
             NonFiniteLoss: the last good checkpoint is kept.
         """
         self.options.out.mkdir(parents=True, exist_ok=True)
+        if self.position.epoch < self.recipe.epochs:
+            self.prepare()
         if self.processes.is_first:
             facts = environment(self.processes.device, self.processes.world) | self.facts()
             self.logbook.begin(
@@ -234,10 +239,7 @@ class Loop(RunState, ABC):
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision of the recipe."""
-        dtype = PRECISIONS.get(self.recipe.precision)
-        if dtype is None:
-            return nullcontext()
-        return torch.autocast(self.processes.device.type, dtype)
+        return autocast(self.recipe, self.processes.device)
 
     def _backward(self, batch: Batch, *, last: bool) -> None:
         """Add the gradient of a batch; processes exchange theirs with the last of an update."""

@@ -1,5 +1,6 @@
 """From a recipe to network, optimizer, schedule and loss: timm's, with the paper's weight decay."""
 
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -21,6 +22,7 @@ from cenet.train.course import Course
 from cenet.train.inputs import Inputs
 from cenet.train.recipes import Recipe
 
+PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 # λ and α are never decayed
 UNDECAYED = ("mix_logit", "blend")
 
@@ -117,3 +119,9 @@ def build_mixup(recipe: Recipe, classes: int) -> Any:
         return None
     make: Any = Mixup
     return make(recipe.mixup, label_smoothing=recipe.label_smoothing, num_classes=classes)
+
+
+def autocast(recipe: Course, device: torch.device) -> AbstractContextManager[Any]:
+    """The precision of a recipe."""
+    dtype = PRECISIONS.get(recipe.precision)
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)

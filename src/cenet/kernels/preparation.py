@@ -1,0 +1,122 @@
+"""Compiling the kernels of a network side by side, before its first step.
+
+Steps are rehearsed on a copy of the network: what they would launch is collected, and nothing is
+launched. Threads then compile all of it at once. Triton's compiler holds Python's lock for a tenth
+of its time, so up to ten of them really run at the same time.
+"""
+
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from copy import deepcopy
+from threading import Lock
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+from triton import knobs
+from triton.runtime import driver
+
+from cenet.kernels.launch import INTERPRETED, Key, Wanted, collecting, compile_kernel, is_compiled
+
+Step = Callable[[nn.Module], object]
+
+
+def prepare(network: nn.Module, *steps: Step, shown: bool = True) -> None:
+    """Have the kernels ready that these steps will launch, from Triton's cache or compiled.
+
+    Kernels that cannot be compiled are left to the step that needs them, which raises. Meanwhile no
+    other thread may run CE layers.
+
+    Args:
+        network: on its GPU; it is not touched.
+        steps: each is called with a copy of the network, and does with it what training or
+            evaluation will do: same shapes, dtypes, layout and mode. CE layers return zeros then.
+        shown: whether to say so, when something has to be compiled.
+
+        def step(copy):
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = criterion(copy.train()(images), labels)
+            loss.backward()
+
+        prepare(network, step)
+    """
+    found = rehearse(network, *steps)
+    if not INTERPRETED:
+        _compile({key: one for key, one in found.items() if not is_compiled(key)}, shown)
+
+
+def rehearse(network: nn.Module, *steps: Step) -> dict[Key, Wanted]:
+    """The kernels that `steps` would launch, as far as memory allows a copy of the network."""
+    device = next((p.device for p in network.parameters()), torch.device("cpu"))
+    with collecting() as found, _same_chance(device), suppress(torch.OutOfMemoryError):
+        copy = deepcopy(network)
+        for step in steps:
+            step(copy)
+            copy.zero_grad()
+    return found
+
+
+@contextmanager
+def _same_chance(device: torch.device) -> Iterator[None]:
+    """Random number generators go on afterwards as if nothing had been drawn."""
+    python, legacy = random.getstate(), numpy.random.get_state()  # noqa: NPY002, timm uses it
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            numpy.random.set_state(legacy)  # noqa: NPY002
+
+
+def _compile(wanted: dict[Key, Wanted], shown: bool) -> None:
+    if not wanted:
+        return
+    # processes of torchrun share the cores
+    cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    threads = max(1, min(cores, len(wanted)))
+    device = driver.active.get_current_device()  # made here: threads would each make a driver
+    started = time.perf_counter()
+    words = f"compiling kernels for this GPU in {threads} threads; they are kept in "
+    words += f"{knobs.cache.dir} (TRITON_CACHE_DIR)"
+    with _counted(words if shown else "") as counted:
+        pool = ThreadPoolExecutor(threads, initializer=torch.cuda.set_device, initargs=(device,))
+        try:
+            wait([pool.submit(_load, key, one) for key, one in wanted.items()])
+        finally:
+            pool.shutdown(cancel_futures=True)
+    if counted and shown:
+        print(f"compiled {len(counted)} in {time.perf_counter() - started:.1f} s", flush=True)
+
+
+def _load(key: Key, wanted: Wanted) -> None:
+    """Compile a kernel, and what starts it, without starting it."""
+    compile_kernel(key, wanted)[(1, 1, 1)]
+
+
+@contextmanager
+def _counted(words: str) -> Iterator[list[str]]:
+    """The names of kernels that were compiled, not found; `words` are printed at the first."""
+    names: list[str] = []
+    lock = Lock()
+    before = knobs.compilation.listener
+
+    def listener(*, src: Any, cache_hit: bool, **rest: Any) -> None:
+        if before is not None:
+            before(src=src, cache_hit=cache_hit, **rest)
+        if cache_hit:
+            return
+        with lock:
+            if not names and words:
+                print(words, flush=True)
+            names.append(src.name)
+
+    knobs.compilation.listener = listener
+    try:
+        yield names
+    finally:
+        knobs.compilation.listener = before
