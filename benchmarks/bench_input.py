@@ -114,11 +114,12 @@ class Clock:
         else:
             self.marks.append(time.perf_counter())
 
-    def windows(self) -> tuple[list[float], int]:
-        """Milliseconds of a step in each window but the first, and steps of a window."""
+    def windows(self, skipped: int) -> tuple[list[float], int]:
+        """Milliseconds of a step in each window after so many steps, and steps of a window."""
         synchronize(self.device)
-        window = max(1, min(WINDOW, (len(self.marks) - 1) // 3))
-        ends = self.marks[window::window]
+        marks = self.marks[min(skipped, len(self.marks) // 2) :]
+        window = max(1, min(WINDOW, (len(marks) - 1) // 3))
+        ends = marks[::window]
         if self.device.type == "cuda":
             times = [a.elapsed_time(b) for a, b in pairwise(ends)]
         else:
@@ -189,7 +190,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--epochs", type=int, default=2, help="of the loop with --decode cuda")
-    parser.add_argument("--cpu-steps", type=int, default=40, help="of the loop with --decode cpu")
+    parser.add_argument("--cpu-steps", type=int, default=100, help="of the loop with --decode cpu")
     parser.add_argument("--network", default="resnet50_ce", help="a recipe")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=RESULTS / "input.csv")
@@ -225,8 +226,8 @@ def measure(args: argparse.Namespace, folder: Path, temporary: Path, device: tor
     shared.pop("triton")
     rows = []
 
-    def note(case: str, clock: Clock) -> None:
-        times, window = clock.windows()
+    def note(case: str, clock: Clock, skipped: int = WINDOW) -> None:
+        times, window = clock.windows(skipped)
         if not times:
             print(f"{case:14} too few steps to time")
             return
@@ -253,15 +254,16 @@ def measure(args: argparse.Namespace, folder: Path, temporary: Path, device: tor
     synchronize(device)
     print(f"first steps in {time.perf_counter() - started:.0f} s", flush=True)
     note("network", fixed_batch(trainer, 11 * WINDOW if on_gpu else 10))
+    ahead = 3 * args.workers  # batches that are ready before the first is needed
     kinds: list[Any] = ["cuda", "cpu"] if choose("auto", device) == "cuda" else ["cpu"]
     for decode in kinds:
         steps = args.cpu_steps if decode == "cpu" else None
         trainer.loader.end()
         trainer.loader = loader(decode)
-        note(f"loop, {decode}", loop(trainer, args.epochs, steps))
+        note(f"loop, {decode}", loop(trainer, args.epochs, steps), ahead)
         trainer.loader.end()
         own = loader(decode)
-        note(f"loader, {decode}", alone(own, args.epochs, steps, device))
+        note(f"loader, {decode}", alone(own, args.epochs, steps, device), ahead)
         own.end()
     append_rows(args.out, rows, FIELDS)
 

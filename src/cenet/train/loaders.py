@@ -116,7 +116,7 @@ class Reading(NamedTuple):
         viewing: what is shown of an image.
         finish: from pixels on the device to what a network takes.
         device: of the run.
-        workers: processes that decode, or threads that read for a decoder on the device.
+        workers: processes that decode, or read for a decoder on the device.
         decoding: what decodes.
     """
 
@@ -135,7 +135,7 @@ class Reading(NamedTuple):
                 self.data, self.viewing, self.finish, decoder=decoder, device=self.device,
                 workers=self.workers,
             )  # fmt: skip
-            yield from pipeline.batches(iter(items))
+            yield from pipeline.batches(items)
             return
         images = _Images(self.data, self.viewing)
         with closing(loaded(images, items, self.workers, self.viewing.seed)) as found:

@@ -13,7 +13,7 @@ class RunOptions:
         out: folder of the run.
         resume: auto goes on from the newest whole checkpoint in `out`, never refuses to touch a
             folder that has one.
-        workers: processes that decode image files.
+        workers: processes that read and decode image files.
         channels_last: memory layout of images and weights.
         checkpoint_every: updates between checkpoints; 0 writes one after each epoch only.
         checkpoint_seconds: seconds between checkpoints: after an epoch none is written before that
@@ -55,9 +55,9 @@ class Options(RunOptions):
 
     Attributes:
         compile: torch.compile the network.
-        decode: what decodes image files. cuda is the GPU's own decoder for JPEG (other files go
-            through Pillow, as all do with cpu), for which `workers` are threads that read files;
-            its pixels differ by some levels of 255. auto is cuda where that is possible.
+        decode: what decodes image files. cuda is the GPU's own decoder for JPEG, for which
+            `workers` read files; other files go through Pillow, as all do with cpu. Its pixels
+            differ by some levels of 255. auto is cuda where that is possible.
         cuda_graphs: replay whole steps as CUDA graphs, which takes the host out of the way.
         monitor_every: updates between looks at the channels, which go to channels.csv; 0 for none.
     """

@@ -1,20 +1,23 @@
-"""Batches prepared on the device of the run by threads: read, decode, crop and resize.
+"""Batches prepared on the device of the run: files are read by processes, decoded by a thread.
 
-Threads do one batch at a time and are given the next when one is taken, so that they are idle, or
-about to be, whenever somebody ends them.
+Many threads that read would spend their time waiting for Python's lock. The one that decodes and
+resizes does one batch at a time and is given the next when one is taken, so that it is idle, or
+about to be, whenever somebody ends it.
 """
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass
 from itertools import islice
 from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from cenet.train.cuda_decoding import as_tensor, jpeg_size
 from cenet.train.data import Encoded
@@ -22,22 +25,78 @@ from cenet.train.decoding import decode, read
 from cenet.train.order import Item
 from cenet.train.resizing import resized
 from cenet.train.views import View, Viewing
+from cenet.train.workers import loaded
 
 Decoder = Callable[[list[Tensor]], list[Tensor]]
 
-# batches that are being prepared or are ready
-AHEAD = 4
+# batches that are being decoded or are ready
+AHEAD = 3
 # of images that are decoded in one call
 PIXELS = 2**28
 
 
-class _Read(NamedTuple):
-    """An image file; its content is pixels, (3, H, W), where the decoder has nothing to do."""
+class _File(NamedTuple):
+    """An image file as it was read."""
 
     number: int
-    content: Tensor
-    pixels: int
+    height: int
+    width: int
     view: View
+    is_decoded: bool  # because the decoder would have nothing to do with it
+    content: Tensor  # bytes, or pixels (3, H, W)
+
+
+@dataclass
+class _Batch:
+    """Files on their way from one process to another, in one tensor instead of hundreds."""
+
+    files: list[_File]  # without content
+    lengths: list[int]
+    content: Tensor
+
+    def unpacked(self) -> list[_File]:
+        """The files with their content."""
+        contents = torch.split(self.content, self.lengths)
+        return [
+            file._replace(
+                content=part.view(3, file.height, file.width) if file.is_decoded else part
+            )
+            for file, part in zip(self.files, contents, strict=True)
+        ]
+
+
+def _packed(files: list[_File]) -> _Batch:
+    contents = [file.content.flatten() for file in files]
+    nothing = torch.empty(0, dtype=torch.uint8)
+    return _Batch(
+        [file._replace(content=nothing) for file in files],
+        [len(content) for content in contents],
+        torch.cat(contents),
+    )
+
+
+class _Files(Dataset[_File]):
+    """Files, read, with what is shown of them."""
+
+    def __init__(self, data: Encoded, viewing: Viewing) -> None:
+        self.data, self.viewing = data, viewing
+
+    def __getitem__(self, item: Item) -> _File:
+        number = item[1]
+        content = read(self.data.source, number)
+        size = jpeg_size(content)
+        found = decoded_here(self.data, number) if size is None else as_tensor(content)
+        height, width = size or found.shape[1:]
+        view = self.viewing.view(item, height, width)
+        return _File(number, height, width, view, size is None, found)
+
+
+def decoded_here(data: Encoded, number: int) -> Tensor:
+    """Pixels of a file, (3, H, W), on the CPU; ValueError that names it if it is damaged."""
+    from torchvision.transforms.functional import pil_to_tensor
+
+    found: Tensor = pil_to_tensor(decode(data.source, number))
+    return found
 
 
 class _Ready(NamedTuple):
@@ -69,57 +128,36 @@ class Pipeline:
             finish: from pixels on the device to what a network takes.
             decoder: from bytes of JPEG files to pixels on the device; RuntimeError if it cannot.
             device: where batches are needed.
-            workers: threads that read files.
+            workers: processes that read files.
         """
         self.data, self.viewing, self.finish = data, viewing, finish
-        self.decoder, self.device, self.workers = decoder, device, max(1, workers)
+        self.decoder, self.device, self.workers = decoder, device, workers
         make: Any = torch.cuda.Stream
         # its few kernels go before those of the network, which would have them wait for a step
         self.stream = make(device, priority=-1) if device.type == "cuda" else None
 
-    def batches(self, items: Iterator[list[Item]]) -> Generator[tuple[Tensor, Tensor], None, None]:
-        """Images and labels; the threads end when this generator does."""
-        readers = ThreadPoolExecutor(self.workers, "cenet reads")
-        preparer = ThreadPoolExecutor(1, "cenet decodes")
+    def batches(self, items: Iterable[list[Item]]) -> Generator[tuple[Tensor, Tensor], None, None]:
+        """Images and labels; processes and thread end when this generator does."""
+        files = _Files(self.data, self.viewing)
+        thread = ThreadPoolExecutor(1, "cenet decodes")
         # also when Python ends while somebody, a traceback for one, keeps this generator
-        end = Finalize(None, _end, (readers, preparer), exitpriority=0)
+        end = Finalize(None, _end, (thread,), exitpriority=0)
         ready: deque[Future[_Ready]] = deque()
         try:
-            while True:
-                for batch in islice(items, AHEAD - len(ready)):
-                    parts = [
-                        readers.submit(self._read_all, batch[first :: self.workers])
-                        for first in range(min(self.workers, len(batch)))
-                    ]
-                    ready.append(preparer.submit(self._prepared, batch, parts))
-                if not ready:
-                    return
-                yield self._taken(ready.popleft().result())
+            with closing(
+                loaded(files, items, self.workers, self.viewing.seed, collate=_packed)
+            ) as found:
+                while True:
+                    for batch in islice(found, AHEAD - len(ready)):
+                        ready.append(thread.submit(self._prepared, batch))
+                    if not ready:
+                        return
+                    yield self._taken(ready.popleft().result())
         finally:
             end()
 
-    def _read_all(self, items: list[Item]) -> list[_Read]:
-        return [self._read(item) for item in items]
-
-    def _read(self, item: Item) -> _Read:
-        content = read(self.data.source, item[1])
-        size = jpeg_size(content)
-        found = self._decoded_here(item[1]) if size is None else as_tensor(content)
-        height, width = size or found.shape[1:]
-        view = self.viewing.view(item, height, width)
-        return _Read(item[1], found, height * width, view)
-
-    def _decoded_here(self, index: int) -> Tensor:
-        """Pixels, on the CPU; ValueError that names the file if it is damaged."""
-        from torchvision.transforms.functional import pil_to_tensor
-
-        found: Tensor = pil_to_tensor(decode(self.data.source, index))
-        return found
-
-    def _prepared(self, batch: list[Item], parts: list["Future[list[_Read]]"]) -> _Ready:
-        files: list[Any] = [None] * len(batch)
-        for first, part in enumerate(parts):
-            files[first :: len(parts)] = part.result()
+    def _prepared(self, batch: _Batch) -> _Ready:
+        files = batch.unpacked()
         stream: AbstractContextManager[Any] = nullcontext()
         if self.stream is not None:
             stream = torch.cuda.stream(self.stream)
@@ -133,14 +171,14 @@ class Pipeline:
             done = None if self.stream is None else self.stream.record_event()
         return _Ready(images, labels, done)
 
-    def _decoded(self, files: list[_Read]) -> list[Tensor]:
+    def _decoded(self, files: list[_File]) -> list[Tensor]:
         """Pixels on the device."""
         images = [file.content for file in files]
-        encoded = [i for i, image in enumerate(images) if image.dim() == 1]
+        encoded = [i for i, file in enumerate(files) if not file.is_decoded]
         try:
             decoded = self.decoder([images[i] for i in encoded]) if encoded else []
         except RuntimeError as error:
-            decoded = [self._decoded_here(files[i].number) for i in encoded]
+            decoded = [decoded_here(self.data, files[i].number) for i in encoded]
             warnings.warn(
                 f"the GPU's decoder refuses some of {len(encoded)} images ({error}); they are "
                 "decoded on the CPU, which takes longer",
@@ -160,20 +198,20 @@ class Pipeline:
         return ready.images, ready.labels
 
 
-def _end(*pools: ThreadPoolExecutor) -> None:
-    """End threads as soon as they have done what they are at."""
-    for pool in pools:
-        pool.shutdown(cancel_futures=True)
+def _end(thread: ThreadPoolExecutor) -> None:
+    """End the thread as soon as it has done what it is at."""
+    thread.shutdown(cancel_futures=True)
 
 
-def _groups(files: list[_Read]) -> Iterator[list[_Read]]:
+def _groups(files: list[_File]) -> Iterator[list[_File]]:
     """Files whose pixels fit in memory together."""
-    group: list[_Read] = []
+    group: list[_File] = []
     pixels = 0
     for file in files:
-        if group and pixels + file.pixels > PIXELS:
+        size = file.height * file.width
+        if group and pixels + size > PIXELS:
             yield group
             group, pixels = [], 0
         group.append(file)
-        pixels += file.pixels
+        pixels += size
     yield group

@@ -20,7 +20,7 @@ def loaded(
         dataset,
         batch_sampler=batches,
         num_workers=workers,
-        prefetch_factor=4 if workers else None,
+        prefetch_factor=2 if workers else None,
         collate_fn=collate,
         worker_init_fn=_leave_signals_to_the_run,
         pin_memory=torch.cuda.is_available(),
