@@ -74,8 +74,8 @@ LEVELS = [
     ),
     (
         *("train.course", "train.recipes", "train.sources", "train.decoding", "train.interrupts"),
-        *("train.reading", "train.labels", "train.places", "train.tar_shards", "train.parquet"),
-        *("train.data", "train.inputs", "train.workers", "train.order", "train.views"),
+        *("train.workers", "train.reading", "train.labels", "train.places", "train.tar_shards"),
+        *("train.parquet", "train.data", "train.inputs", "train.order", "train.views"),
         *("train.resizing", "train.cuda_decoding", "train.pipeline", "train.loaders"),
         *("train.saving", "train.snapshot", "train.processes", "train.setup", "train.graphs"),
         *("train.background", "train.staging", "train.times"),

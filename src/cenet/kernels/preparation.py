@@ -80,6 +80,10 @@ def _compile(wanted: dict[Key, Wanted], shown: bool) -> None:
     cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     threads = max(1, min(cores, len(wanted)))
     device = driver.active.get_current_device()  # made here: threads would each make a driver
+    for kernel in {id(one.kernel): one.kernel for one in wanted.values()}.values():
+        # and this: of kernels that share a function, threads would see keys half made, and look for
+        # them in the cache in vain
+        kernel.cache_key  # noqa: B018
     started = time.perf_counter()
     words = f"compiling kernels for this GPU in {threads} threads; they are kept in "
     words += f"{knobs.cache.dir} (TRITON_CACHE_DIR)"

@@ -1,8 +1,8 @@
-"""Batches prepared on the device of the run: files are read by processes, decoded by a thread.
+"""Batches prepared on the device of the run: files are read by processes, decoded by threads.
 
-Many threads that read would spend their time waiting for Python's lock. The one that decodes and
-resizes does one batch at a time and is given the next when one is taken, so that it is idle, or
-about to be, whenever somebody ends it.
+Many threads that read would spend their time waiting for Python's lock. The few that decode and
+resize do one batch at a time and are given the next when one is taken, so that they are idle, or
+about to be, whenever somebody ends them.
 """
 
 import warnings
@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
-from itertools import islice
+from itertools import cycle, islice
 from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
@@ -24,26 +24,29 @@ from cenet.train.data import Encoded
 from cenet.train.decoding import decode, read
 from cenet.train.order import Item
 from cenet.train.resizing import resized
-from cenet.train.views import View, Viewing
+from cenet.train.views import View, Viewing, shown
 from cenet.train.workers import loaded
 
 Decoder = Callable[[list[Tensor]], list[Tensor]]
 
+# one of so many JPEG files is decoded on the CPU
+EVERY = 4
+# threads that decode, each a batch
+DECODERS = 2
 # batches that are being decoded or are ready
-AHEAD = 3
+AHEAD = 4
 # of images that are decoded in one call
 PIXELS = 2**28
 
 
 class _File(NamedTuple):
-    """An image file as it was read."""
+    """An image file as it was read, and what is shown of it."""
 
     number: int
-    height: int
-    width: int
+    pixels: int
     view: View
-    is_decoded: bool  # because the decoder would have nothing to do with it
-    content: Tensor  # bytes, or pixels (3, H, W)
+    is_shown: bool  # decoded, cropped and resized already
+    content: Tensor  # bytes, or the pixels that are shown
 
 
 @dataclass
@@ -58,10 +61,7 @@ class _Batch:
         """The files with their content."""
         contents = torch.split(self.content, self.lengths)
         return [
-            file._replace(
-                content=part.view(3, file.height, file.width) if file.is_decoded else part
-            )
-            for file, part in zip(self.files, contents, strict=True)
+            file._replace(content=part) for file, part in zip(self.files, contents, strict=True)
         ]
 
 
@@ -76,7 +76,11 @@ def _packed(files: list[_File]) -> _Batch:
 
 
 class _Files(Dataset[_File]):
-    """Files, read, with what is shown of them."""
+    """Files, read; those that are not for the GPU's decoder are decoded and resized here.
+
+    That is also every fourth JPEG. Beside a network that keeps the GPU busy, the decoder's many
+    small kernels have to wait, and it could not keep up with all of them.
+    """
 
     def __init__(self, data: Encoded, viewing: Viewing) -> None:
         self.data, self.viewing = data, viewing
@@ -85,18 +89,12 @@ class _Files(Dataset[_File]):
         number = item[1]
         content = read(self.data.source, number)
         size = jpeg_size(content)
-        found = decoded_here(self.data, number) if size is None else as_tensor(content)
-        height, width = size or found.shape[1:]
-        view = self.viewing.view(item, height, width)
-        return _File(number, height, width, view, size is None, found)
-
-
-def decoded_here(data: Encoded, number: int) -> Tensor:
-    """Pixels of a file, (3, H, W), on the CPU; ValueError that names it if it is damaged."""
-    from torchvision.transforms.functional import pil_to_tensor
-
-    found: Tensor = pil_to_tensor(decode(data.source, number))
-    return found
+        if size is not None and number % EVERY:
+            view = self.viewing.view(item, *size)
+            return _File(number, size[0] * size[1], view, False, as_tensor(content))
+        image = decode(self.data.source, number)
+        view = self.viewing.view(item, image.height, image.width)
+        return _File(number, 0, view, True, shown(image, view, self.viewing.size))
 
 
 class _Ready(NamedTuple):
@@ -133,15 +131,18 @@ class Pipeline:
         self.data, self.viewing, self.finish = data, viewing, finish
         self.decoder, self.device, self.workers = decoder, device, workers
         make: Any = torch.cuda.Stream
-        # its few kernels go before those of the network, which would have them wait for a step
-        self.stream = make(device, priority=-1) if device.type == "cuda" else None
+        # their few kernels go before those of the network, which would have them wait for a step
+        self.streams = [
+            make(device, priority=-1) if device.type == "cuda" else None for _ in range(DECODERS)
+        ]
 
     def batches(self, items: Iterable[list[Item]]) -> Generator[tuple[Tensor, Tensor], None, None]:
-        """Images and labels; processes and thread end when this generator does."""
+        """Images and labels; processes and threads end when this generator does."""
         files = _Files(self.data, self.viewing)
-        thread = ThreadPoolExecutor(1, "cenet decodes")
+        threads = ThreadPoolExecutor(DECODERS, "cenet decodes")
         # also when Python ends while somebody, a traceback for one, keeps this generator
-        end = Finalize(None, _end, (thread,), exitpriority=0)
+        end = Finalize(None, _end, (threads,), exitpriority=0)
+        streams = cycle(self.streams)
         ready: deque[Future[_Ready]] = deque()
         try:
             with closing(
@@ -149,44 +150,58 @@ class Pipeline:
             ) as found:
                 while True:
                     for batch in islice(found, AHEAD - len(ready)):
-                        ready.append(thread.submit(self._prepared, batch))
+                        ready.append(threads.submit(self._prepared, batch, next(streams)))
                     if not ready:
                         return
                     yield self._taken(ready.popleft().result())
         finally:
             end()
 
-    def _prepared(self, batch: _Batch) -> _Ready:
+    def _prepared(self, batch: _Batch, stream: Any) -> _Ready:
         files = batch.unpacked()
-        stream: AbstractContextManager[Any] = nullcontext()
-        if self.stream is not None:
-            stream = torch.cuda.stream(self.stream)
-        with stream:
-            shown = [
-                resized(self._decoded(group), [file.view for file in group], self.viewing.size)
-                for group in _groups(files)
-            ]
-            images = self.finish(shown[0] if len(shown) == 1 else torch.cat(shown))
+        place: AbstractContextManager[Any] = nullcontext()
+        if stream is not None:
+            place = torch.cuda.stream(stream)
+        with place:
+            images = self.finish(self._shown(files))
             labels = self.data.labels[[file.number for file in files]].to(self.device)
-            done = None if self.stream is None else self.stream.record_event()
+            done = None if stream is None else stream.record_event()
         return _Ready(images, labels, done)
+
+    def _shown(self, files: list[_File]) -> Tensor:
+        """What is shown of each file, on the device."""
+        here = [i for i, file in enumerate(files) if file.is_shown]
+        there = [i for i, file in enumerate(files) if not file.is_shown]
+        size = self.viewing.size
+        found = [
+            resized(self._decoded(group), [file.view for file in group], size)
+            for group in _groups([files[i] for i in there])
+        ]
+        if here:
+            pixels = torch.stack([files[i].content for i in here]).view(-1, 3, size, size)
+            found.append(pixels.to(self.device))
+        order = torch.tensor([*there, *here]).argsort()
+        return torch.cat(found)[order.to(self.device)]
 
     def _decoded(self, files: list[_File]) -> list[Tensor]:
         """Pixels on the device."""
-        images = [file.content for file in files]
-        encoded = [i for i, file in enumerate(files) if not file.is_decoded]
         try:
-            decoded = self.decoder([images[i] for i in encoded]) if encoded else []
+            return self.decoder([file.content for file in files])
         except RuntimeError as error:
-            decoded = [decoded_here(self.data, files[i].number) for i in encoded]
+            found = [self._decoded_here(file.number) for file in files]
             warnings.warn(
-                f"the GPU's decoder refuses some of {len(encoded)} images ({error}); they are "
+                f"the GPU's decoder refuses some of {len(files)} images ({error}); they are "
                 "decoded on the CPU, which takes longer",
                 stacklevel=2,
             )
-        for i, image in zip(encoded, decoded, strict=True):
-            images[i] = image
-        return [image.to(self.device) for image in images]
+            return found
+
+    def _decoded_here(self, number: int) -> Tensor:
+        """The same by Pillow; ValueError that names the file if it is damaged."""
+        from torchvision.transforms.functional import pil_to_tensor
+
+        pixels: Tensor = pil_to_tensor(decode(self.data.source, number))
+        return pixels.to(self.device)
 
     def _taken(self, ready: _Ready) -> tuple[Tensor, Tensor]:
         """A batch for the stream of the caller."""
@@ -198,9 +213,9 @@ class Pipeline:
         return ready.images, ready.labels
 
 
-def _end(thread: ThreadPoolExecutor) -> None:
-    """End the thread as soon as it has done what it is at."""
-    thread.shutdown(cancel_futures=True)
+def _end(threads: ThreadPoolExecutor) -> None:
+    """End threads as soon as they have done what they are at."""
+    threads.shutdown(cancel_futures=True)
 
 
 def _groups(files: list[_File]) -> Iterator[list[_File]]:
@@ -208,10 +223,10 @@ def _groups(files: list[_File]) -> Iterator[list[_File]]:
     group: list[_File] = []
     pixels = 0
     for file in files:
-        size = file.height * file.width
-        if group and pixels + size > PIXELS:
+        if group and pixels + file.pixels > PIXELS:
             yield group
             group, pixels = [], 0
         group.append(file)
-        pixels += size
-    yield group
+        pixels += file.pixels
+    if group:
+        yield group

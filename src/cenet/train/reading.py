@@ -13,6 +13,7 @@ from torch import Tensor
 import cenet.train.interrupts as interrupts
 from cenet.train.decoding import decode
 from cenet.train.sources import Source
+from cenet.train.workers import untouched
 
 # processes are started for that many images each, at least
 SHARE = 2000
@@ -78,7 +79,7 @@ def _read_by_processes(source: Source, parts: list[range], images: Any) -> list[
 
     helpers = [fork.Process(target=read, args=(number,)) for number in range(len(parts))]
     try:
-        with interrupts.held_back():
+        with interrupts.held_back(), untouched():
             for helper in helpers:
                 helper.start()
         for _, sender in pipes:

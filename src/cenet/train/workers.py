@@ -1,8 +1,9 @@
 """Processes that read images; they end with the run, and leave signals to it."""
 
+import gc
 import multiprocessing
-from collections.abc import Generator, Iterable
-from contextlib import suppress
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -48,13 +49,27 @@ def _started(loader: Any) -> Any:
     """An iterator whose workers run; one may die while the others are still being started."""
     before = set(multiprocessing.active_children())
     try:
-        with interrupts.held_back():  # workers inherit that, until they are deaf
+        # workers inherit that signals are held back, until they are deaf
+        with interrupts.held_back(), untouched():
             return iter(loader)
     except BaseException as error:
         for worker in set(multiprocessing.active_children()) - before:
             worker.kill()
         explain(error)
         raise
+
+
+@contextmanager
+def untouched() -> Iterator[None]:
+    """Have processes that are forked meanwhile never collect what they inherit.
+
+    It may be on a GPU, and to free it there would kill them.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _end(found: Any) -> None:
