@@ -189,6 +189,33 @@ def test_a_recipe_can_ask_for_synchronized_layers(tmp_path):
         assert {layer.sync is not None for _, layer in ce_layers(engine.network)} == {asked}
 
 
+def test_a_compiled_network_is_trained_and_tested(tmp_path, monkeypatch):
+    """What compiles is left out: that all is called through it."""
+    real, calls = torch.compile, []
+
+    def compiled(module):
+        calls.append(0)
+        place = len(calls) - 1
+
+        def backend(graph, inputs):
+            def run(*values):
+                calls[place] += 1
+                return graph(*values)
+
+            return run
+
+        return real(module, backend=backend)
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    recipe = replace(TINY, epochs=1)
+    trainer(recipe, tmp_path / "compiled", few_digits(), compile=True).run()
+    monkeypatch.undo()
+    assert calls == [6, 1]  # steps, and the one batch of the test
+    trainer(recipe, tmp_path / "eager", few_digits()).run()
+    for one, other in zip(metrics(tmp_path / "eager"), metrics(tmp_path / "compiled"), strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+
+
 @pytest.mark.slow
 def test_digits_reach_the_accuracy_of_their_recipe_and_are_deterministic(tmp_path):
     recipe = RECIPES["digits_ce"]

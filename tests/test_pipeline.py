@@ -138,7 +138,7 @@ def test_leaving_an_epoch_ends_the_threads(files, stand_in):
 
 
 def test_a_damaged_file_is_named(files, stand_in):
-    path = files.source.paths[7]  # which is for the decoder
+    path = files.source.paths[7]
     good = path.read_bytes()
     # a decoder that refuses one file refuses the batch; and what is not given to it at all
     for content in (good[:300] + b"\xff\xd9", good[:-900], b"no image", b""):
@@ -168,9 +168,8 @@ def test_a_batch_that_the_decoder_refuses_is_decoded_here(files, stand_in, monke
 def test_what_the_decoder_is_not_given(tmp_path, stand_in, monkeypatch):
     """Pillow and it agree on what they show, so only the list tells."""
     image = photograph(60, 70)
-    # every fourth, from the first on, is decoded here anyway
     contents = [jpeg(image), jpeg(image.convert("CMYK")), jpeg(image, keep_rgb=True)]
-    contents += [photographs(3)[2], jpeg(image), jpeg(image) + b"\0", jpeg(image)]
+    contents += [photographs(3)[2], jpeg(image) + b"\0"]
     given = []
 
     def noted(contents, device):
@@ -179,9 +178,9 @@ def test_what_the_decoder_is_not_given(tmp_path, stand_in, monkeypatch):
 
     monkeypatch.setattr(loaders, "decode_jpegs", noted)
     files = write_files(tmp_path, contents)
-    found = list(loader(files, batch=7, epochs=1, workers=0).epoch(0))
-    assert given == contents[6:]
-    assert_close(found, loader(files, "cpu", batch=7, epochs=1).epoch(0))
+    found = list(loader(files, batch=5, epochs=1, workers=0).epoch(0))
+    assert given == contents[:1]
+    assert_close(found, loader(files, "cpu", batch=5, epochs=1).epoch(0))
 
 
 def test_an_interrupted_run(files, stand_in, tmp_path):

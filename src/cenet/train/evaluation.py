@@ -62,7 +62,7 @@ class Tester:
             "decode": decode,
             "rank": processes.rank, "world": processes.world,
         }  # fmt: skip
-        self._forward = forward or network
+        self._forward = network if forward is None else forward
         self._sums = torch.zeros(4, dtype=torch.float64, device=device)
         # batches of other sizes, as the last, are not captured
         self._add_full: Callable[..., None] = Graphed(self._add) if graphed else self._add

@@ -29,8 +29,6 @@ from cenet.train.workers import loaded
 
 Decoder = Callable[[list[Tensor]], list[Tensor]]
 
-# one of so many JPEG files is decoded on the CPU
-EVERY = 4
 # threads that decode, each a batch
 DECODERS = 2
 # batches that are being decoded or are ready
@@ -76,11 +74,7 @@ def _packed(files: list[_File]) -> _Batch:
 
 
 class _Files(Dataset[_File]):
-    """Files, read; those that are not for the GPU's decoder are decoded and resized here.
-
-    That is also every fourth JPEG. Beside a network that keeps the GPU busy, the decoder's many
-    small kernels have to wait, and it could not keep up with all of them.
-    """
+    """Files, read; those that are not for the GPU's decoder are decoded and resized here."""
 
     def __init__(self, data: Encoded, viewing: Viewing) -> None:
         self.data, self.viewing = data, viewing
@@ -89,7 +83,7 @@ class _Files(Dataset[_File]):
         number = item[1]
         content = read(self.data.source, number)
         size = jpeg_size(content)
-        if size is not None and number % EVERY:
+        if size is not None:
             view = self.viewing.view(item, *size)
             return _File(number, size[0] * size[1], view, False, as_tensor(content))
         image = decode(self.data.source, number)
