@@ -42,12 +42,23 @@ from cenet.train.interrupts import Interrupts
 from cenet.train.loaders import training_loader
 from cenet.train.options import Options
 from cenet.train.processes import Processes
+from cenet.train.times import WAITING
 
 LONG, SHORT = 500, 375
 WINDOW = 10
 FIELDS = (
     *("case", "images_per_second_p20", "images_per_second_p50", "images_per_second_p80"),
-    *("ms_per_step_p50", "n", "window", "batch", "size", "files", "workers", "dtype"),
+    *(
+        "ms_per_step_p50",
+        "waiting_ms_per_step",
+        "n",
+        "window",
+        "batch",
+        "size",
+        "files",
+        "workers",
+        "dtype",
+    ),
     *("gpu", "torch", "torchvision", "version", "commit", "command"),
 )
 
@@ -105,6 +116,7 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.marks = device, []
+        self.waited: float | None = None  # milliseconds a step, by the clock of the run
 
     def mark(self) -> None:
         if self.device.type == "cuda":
@@ -161,6 +173,10 @@ def loop(trainer: Trainer, epochs: int, steps: int | None) -> Clock:
         pass
     finally:
         del trainer._update
+    synchronize(trainer.processes.device)
+    trainer.waits.settle(trainer.clock)
+    clock.waited = 1e3 * trainer.clock.spent[WAITING] / len(clock.marks)
+    trainer.clock.spent[WAITING] = 0.0
     return clock
 
 
@@ -234,10 +250,12 @@ def measure(args: argparse.Namespace, folder: Path, temporary: Path, device: tor
         speeds = percentiles([1e3 * args.batch / value for value in times])
         print(f"{case:14} {speeds.p50:8.0f} images/s ({speeds.p20:.0f} to {speeds.p80:.0f}), "
               f"{percentiles(times).p50:7.2f} ms a step; n = {len(times)} windows of {window}",
-              flush=True)  # fmt: skip
+              end="", flush=True)  # fmt: skip
+        print("" if clock.waited is None else f", of which {clock.waited:.2f} waiting for data")
         rows.append({
             **shared, "case": case, "ms_per_step_p50": f"{percentiles(times).p50:.3f}",
             "n": str(len(times)), "window": str(window),
+            "waiting_ms_per_step": "" if clock.waited is None else f"{clock.waited:.3f}",
             **{f"images_per_second_{name}": f"{value:.1f}"
                for name, value in speeds._asdict().items()},
         })  # fmt: skip
