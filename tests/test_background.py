@@ -6,6 +6,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -72,6 +73,26 @@ def test_an_error_of_the_run_comes_before_that_of_a_job():
 
     with pytest.raises(ZeroDivisionError):
         run()
+
+
+def test_what_is_being_written_is_written_to_its_end_after_an_error():
+    done = []
+
+    def run():
+        with Background() as background:
+            background.start(lambda: (time.sleep(0.1), done.append(1)))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert done
+
+
+def test_only_the_first_process_says_when_a_checkpoint_is_due(tmp_path):
+    engine = trainer(TINY, tmp_path, few_digits(), checkpoint_seconds=1e-9)
+    assert engine.save_is_due()
+    engine.processes = engine.processes._replace(rank=1)
+    assert not engine.save_is_due()
 
 
 def test_looking_does_not_wait():
@@ -176,7 +197,7 @@ def test_a_hundred_kills_while_a_checkpoint_is_written_beside(tmp_path):
                 )
 
     def half_written():
-        return any(tmp_path.glob(".step-*"))
+        return any(tmp_path.glob(".step-*/*"))
 
     steps = []
     hits, chance = 0, random.Random(0)
@@ -185,6 +206,8 @@ def test_a_hundred_kills_while_a_checkpoint_is_written_beside(tmp_path):
         found, ended = kill_while_saving(save_again_and_again, half_written, delay)
         assert not ended
         hits += found
+        for left in tmp_path.glob(".step-*"):
+            shutil.rmtree(left)
         newest = saving.newest(tmp_path)
         if newest is None:
             continue
@@ -193,8 +216,6 @@ def test_a_hundred_kills_while_a_checkpoint_is_written_beside(tmp_path):
         values = torch.cat([tensors[name] for name in names])
         assert values.unique().tolist() == [facts["step"]]
         steps.append(facts["step"])
-        for left in tmp_path.glob(".step-*"):
-            left.unlink()
     assert steps == sorted(steps)
     assert steps[-1] > 10
     assert hits > 20  # kills that came while a file was half written
@@ -220,12 +241,12 @@ def test_a_run_killed_while_saving_comes_to_the_same_end(kills, epochs, tmp_path
         engine.run()
 
     def half_written():
-        return any(out.glob(".step-*"))
+        return any(out.glob(".step-*/*"))
 
     hits, chance = 0, random.Random(0)
     for _ in range(kills):
         for left in out.glob(".step-*"):
-            left.unlink()
+            shutil.rmtree(left)
         hit, ended = kill_while_saving(go_on, half_written, chance.uniform(0, 0.06))
         assert not ended
         hits += hit
@@ -329,5 +350,5 @@ def test_checkpoints_by_time(tmp_path, monkeypatch):
     assert run("seldom", checkpoint_seconds=80) == [8, 12]
     assert run("never before the end", checkpoint_seconds=1000) == [12]
     assert run("both", checkpoint_seconds=50, checkpoint_every=4) == [4, 8, 12]
-    with pytest.raises(ValueError, match="checkpoint_seconds=-1 must be at least 0"):
+    with pytest.raises(ValueError, match="checkpoint_seconds=-1 must be at least 0, and finite"):
         trainer(TINY, tmp_path, few_digits(), checkpoint_seconds=-1)

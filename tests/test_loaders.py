@@ -319,6 +319,22 @@ def test_one_that_dies_while_workers_end_does_not_save_the_others():
     assert killed == [1, 1]
 
 
+def test_processes_free_nothing_that_they_inherit(monkeypatch):
+    """Tensors of a GPU, freed in a process that was forked, would kill it."""
+    frozen = []
+    real = os.fork
+
+    def fork():
+        frozen.append(gc.get_freeze_count())
+        return real()
+
+    monkeypatch.setattr(os, "fork", fork)
+    assert len(list(one_by_one(4, workers=2))) == 4
+    assert len(frozen) == 2
+    assert min(frozen) > 1000
+    assert gc.get_freeze_count() == 0
+
+
 def test_signals_are_held_back_as_they_were_before():
     def blocked():
         return signal.pthread_sigmask(signal.SIG_BLOCK, ())

@@ -218,9 +218,10 @@ next(batches)
     ("then", "code", "said"),
     [
         ("raise RuntimeError('out of memory')", 1, "RuntimeError: out of memory\n"),
-        ("sys.exit(3)", 3, ""),
-        ("pass", 0, ""),
-        ("print('ready', flush=True)\nwhile True: time.sleep(0.01)", -2, "KeyboardInterrupt\n"),
+        pytest.param("sys.exit(3)", 3, "", marks=pytest.mark.slow),
+        pytest.param("pass", 0, "", marks=pytest.mark.slow),
+        pytest.param("print('ready', flush=True)\nwhile True: time.sleep(0.01)", -2,
+                     "KeyboardInterrupt\n", marks=pytest.mark.slow),
         ("list(batches)\nprint('ready', flush=True)\n"
          "for epoch in range(1, 10_000): list(found.epoch(epoch))", -2, "KeyboardInterrupt\n"),
     ],

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -59,6 +60,34 @@ def test_the_start_is_told_with_its_parts(now):
     assert start_in_words(clock.spent) == (
         "first step after 6.5 s (libraries 3.0, data 1.0, network 2.0, first step 0.5)"
     )
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_first_batch_belongs_to_the_start(now, device, monkeypatch):
+    """With marks of our own in the place of a GPU's."""
+
+    def mark():
+        at = now[0]
+        return SimpleNamespace(elapsed_time=lambda other: 1e3 * (other.at - at), at=at)
+
+    monkeypatch.setattr(times, "_mark", mark)
+    clock, waits = Clock("first step"), Waits(torch.device(device))
+
+    def batches():
+        while True:
+            now[0] += 5
+            yield "batch"
+
+    found = batches()
+    waits.next(found, clock)
+    now[0] += 1
+    clock.enter("training")
+    for _ in range(2):
+        waits.next(found, clock)
+        now[0] += 2
+    waits.settle(clock)
+    seconds = clock.summary(1)["seconds"]
+    assert (seconds["first step"], seconds["training"], seconds["waiting for data"]) == (6, 4, 10)
 
 
 def test_waiting_for_a_batch_is_not_training(now):

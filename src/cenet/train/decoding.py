@@ -28,11 +28,15 @@ def read_image(path: Path) -> Any:
 
 
 def _opened(content: Path | BytesIO, where: str) -> Any:
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     try:
         with Image.open(content) as image:
             return eight_bits(image).convert("RGB")
+    except UnidentifiedImageError as error:  # whose text is about where the bytes came from
+        raise ValueError(
+            f"{where} is not an image that can be read: its format is not known"
+        ) from error
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(f"{where} is not an image that can be read: {error}") from error
 

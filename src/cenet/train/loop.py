@@ -200,6 +200,7 @@ class Loop(RunState, ABC):
             with self.clock.on(SAVING):
                 self.save()
                 self.writer.wait()
+            self.waits.settle(self.clock)
             raise Interrupted
         # after the last step of an epoch comes its end, which saves
         if not is_last and (asked == CHECKPOINT or on_time):

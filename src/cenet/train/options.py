@@ -44,7 +44,7 @@ class RunOptions:
         for name, least in least_values.items():
             value = getattr(self, name)
             if not least <= value < float("inf"):
-                raise ValueError(f"{name}={value} must be at least {least}")
+                raise ValueError(f"{name}={value} must be at least {least}, and finite")
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads={self.threads} must be at least 1")
 

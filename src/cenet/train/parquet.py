@@ -162,7 +162,7 @@ def _columns(schema: Any, path: Path) -> Columns:
     """The columns of a file by their types, and by their names where types leave a choice."""
     import pyarrow.types as types
 
-    features = _features(schema)
+    features = _features(schema, path)
     kinds = {field.name: features.get(field.name, {}).get("_type") for field in schema}
     images = {field.name: field.type for field in schema if _holds_bytes(field.type)}
     images = {name: kind for name, kind in images.items() if kinds[name] in (None, "Image")}
@@ -183,11 +183,22 @@ def _columns(schema: Any, path: Path) -> Columns:
     )
 
 
-def _features(schema: Any) -> dict[str, Any]:
+def _features(schema: Any, path: Path) -> dict[str, Any]:
     """What the datasets library wrote about columns."""
-    about = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-    features = about.get("info", {}).get("features") or {}
-    return {name: feature for name, feature in features.items() if isinstance(feature, dict)}
+    try:
+        about = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+        features = about["info"]["features"] if about else {}
+        found = {name: feature for name, feature in features.items() if isinstance(feature, dict)}
+        for feature in found.values():
+            names = feature.get("names")
+            if names is not None and not all(isinstance(name, str) for name in names):
+                raise TypeError("names of classes are not text")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"{path} has metadata of the datasets library that cannot be read ({error!r}); write "
+            "it again, or remove the metadata"
+        ) from error
+    return found
 
 
 def _chosen(names: list[str], preferred: str, path: Path, schema: Any) -> str:

@@ -7,6 +7,7 @@ a digest of everything else. Reading never executes code.
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,22 +37,31 @@ def write(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -
     """
     text = json.dumps(facts, allow_nan=True, sort_keys=True)
     metadata = {"facts": text, "digest": digest(tensors, text)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _replaced(path) as beside:
-        # other threads go on meanwhile
-        save_file(dict(tensors), beside, metadata)
+    # a folder of its own: safetensors makes files beside the one it writes, which a kill leaves
+    room = _beside(path)
+    room.mkdir(parents=True, exist_ok=True)
+    try:
+        with _replaced(path, room / path.name) as beside:
+            # other threads go on meanwhile
+            save_file(dict(tensors), beside, metadata)
+    finally:
+        shutil.rmtree(room, ignore_errors=True)
 
 
 def replace_file(path: Path, content: bytes) -> None:
     """Put `content` at `path` in one step, and on the disk before that."""
-    with _replaced(path) as beside:
+    with _replaced(path, _beside(path)) as beside:
         beside.write_bytes(content)
 
 
+def _beside(path: Path) -> Path:
+    """A name beside `path` that no other process uses."""
+    return path.with_name(f".{path.name}.{os.getpid()}")
+
+
 @contextmanager
-def _replaced(path: Path) -> Iterator[Path]:
-    """A file to write beside `path`, which takes its place when it is on the disk."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+def _replaced(path: Path, beside: Path) -> Iterator[Path]:
+    """A file to write, which takes the place of `path` when it is on the disk."""
     try:
         yield beside
         _sync(beside)
@@ -111,7 +121,7 @@ def forget_old(folder: Path) -> None:
     for path in checkpoints(folder)[KEPT:]:
         path.unlink(missing_ok=True)
     for path in folder.glob(".step-*"):
-        path.unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def newest(folder: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any], list[str]] | None:

@@ -132,6 +132,11 @@ def _members(file: IO[bytes], path: Path) -> Iterator[Member]:
         with tarfile.open(fileobj=file, mode="r:") as tar:
             for member in tar:
                 end = member.offset_data
+                if member.issparse():
+                    raise ValueError(
+                        f"{_where(path, member.name)} is packed as a sparse file; pack it without "
+                        "tar's option --sparse"
+                    )
                 if member.isfile():
                     end += -(-member.size // BLOCK) * BLOCK
                     yield Member(member.name, member.offset_data, member.size)
@@ -159,7 +164,7 @@ def _number(file: IO[bytes], path: Path, sample: dict[str, Member]) -> int:
         if "cls" in sample:
             return int(text)
         number = json.loads(text)["label"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         problem = f"holds no class number: {text[:40]!r}"
         raise ValueError(f"{_where(path, label.name)} {problem}") from error
     if type(number) is not int:

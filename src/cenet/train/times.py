@@ -79,11 +79,11 @@ def in_words(summary: dict[str, Any]) -> str:
 def start_in_words(spent: dict[str, float]) -> str:
     """A line about the time before the first step was made."""
     parts = ", ".join(f"{part} {spent[part]:.1f}" for part in START)
-    return f"first step after {sum(spent.values()):.1f} s ({parts})"
+    return f"first step after {sum(spent[part] for part in START):.1f} s ({parts})"
 
 
 class Waits:
-    """How long a device waits for batches.
+    """How long a device waits for batches after the first, which belongs to the start.
 
     A host that waits says nothing about a GPU, which may still be at work on earlier steps. So on a
     GPU the time is that between the end of a step and the arrival of the next batch, by the GPU's
@@ -97,6 +97,8 @@ class Waits:
 
     def next(self, batches: Iterator[T], clock: Clock) -> T:
         """The next batch."""
+        if clock.part == FIRST_STEP:
+            return next(batches)
         if not self._on_gpu:
             with clock.on(WAITING):
                 return next(batches)
