@@ -140,6 +140,7 @@ def test_the_file_and_its_name_reach_the_disk_in_order(tmp_path, monkeypatch):
     assert calls == ["file", "rename", "folder"]
 
 
+@pytest.mark.slow  # test_background has kills beside the training
 def test_a_hundred_kills_while_saving_leave_a_whole_checkpoint(tmp_path):
     chance = random.Random(0)
     saving.write(saving.checkpoint_path(tmp_path, 0), *content(0))
