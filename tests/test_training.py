@@ -203,6 +203,11 @@ def test_cuda_graphs_are_refused_where_they_cannot_be(recipe, processes, message
         Trainer(recipe, few_digits(), Options(tmp_path, cuda_graphs=True), processes)
 
 
+def test_a_decoder_that_is_not_there_is_refused_for_images_in_memory_too(tmp_path):
+    with pytest.raises(ValueError, match="--decode cuda is not possible: this run is on cpu; use"):
+        trainer(TINY, tmp_path, few_digits(), decode="cuda")
+
+
 def test_channels_cannot_be_watched_in_cuda_graphs(tmp_path):
     with pytest.raises(ValueError, match="--monitor-every cannot look into --cuda-graphs"):
         Options(tmp_path, monitor_every=1, cuda_graphs=True)

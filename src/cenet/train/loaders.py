@@ -217,6 +217,8 @@ def training_loader(
         decode: see `Options`.
     """
     if isinstance(data, Resident):
+        if decode == "cuda":
+            choose(decode, device)  # refuses what cannot be, though nothing is left to decode
         return ResidentLoader(
             data, inputs, shard, augment=recipe.augment, seed=recipe.seed, device=device,
             channels_last=channels_last,
