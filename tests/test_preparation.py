@@ -99,6 +99,16 @@ def launched(monkeypatch, request):
     return keys
 
 
+def assert_rehearsed(network, steps, device, launched):
+    """A rehearsal launches nothing, and finds all that the steps launch then."""
+    with kernels_on(device):
+        found = rehearse(network, *steps)
+        assert not launched
+        for step in steps:
+            step(network)
+    assert found.keys() == launched
+
+
 @each_device
 @pytest.mark.parametrize(
     ("name", "dtype", "last"),
@@ -114,12 +124,7 @@ def test_a_rehearsal_finds_what_real_steps_launch(name, dtype, last, device, lau
     size = 64 if name == "resnet" else 8
     x, rest = (images(n, size, device, last=last) for n in (4, 3))
     steps = [partial(train, x=x, dtype=dtype), partial(evaluate, x=x), partial(evaluate, x=rest)]
-    with kernels_on(device):
-        found = rehearse(network, *steps)
-        assert not launched
-        for step in steps:
-            step(network)
-    assert found.keys() == launched
+    assert_rehearsed(network, steps, device, launched)
 
 
 @each_device
@@ -129,12 +134,7 @@ def test_a_rehearsal_finds_what_is_launched_in_earnest(device, launched):
     network = nn.Sequential(nn.Conv2d(1, 24, 3), block(), nn.Conv2d(24, 24, 3), block())
     network.to(device)
     steps = [partial(train, x=images(3, 8, device)), partial(evaluate, x=images(2, 8, device))]
-    with kernels_on(device):
-        found = rehearse(network, *steps)
-        assert not launched
-        for step in steps:
-            step(network)
-    assert found.keys() == launched
+    assert_rehearsed(network, steps, device, launched)
 
 
 @each_device

@@ -64,8 +64,8 @@ def _read(source: Source, places: range, images: Any) -> list[str]:
 def _read_by_processes(source: Source, parts: list[range], images: Any) -> list[str]:
     """The same by a process for each part.
 
-    They are forked, and use nothing but Pillow, which is imported before: other threads of this
-    process may be in the middle of an import.
+    They are forked, and use nothing but Pillow and what the source needs, all of which is imported
+    before: other threads of this process may be in the middle of an import.
     """
     from PIL import Image
 
