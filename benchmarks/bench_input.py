@@ -4,9 +4,9 @@ A folder of JPEG files is made from photographs: each file is another crop, flip
 one of them. Then, in the loop of `cenet train`, with one network and one loader after the other:
 
     network            one fixed batch again and again, through the step of the loop
-    loop, cuda         epochs over the folder, decoded by the GPU's decoder
-    loop, cpu          the same, decoded by worker processes
-    loader, cuda|cpu   batches without the network
+    loop, cpu          epochs over the folder, decoded by worker processes
+    loop, cuda         the same, decoded by the GPU's decoder
+    loader, cpu|cuda   batches without the network
 
 Numbers are medians and percentiles over windows of ten steps, the first of which is not counted.
 Files have just been written, so they are read from memory.
@@ -22,10 +22,10 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,6 @@ from PIL import Image, ImageEnhance
 
 from _runner import RESULTS, append_rows, commit, environment, percentiles, synchronize
 from cenet.train import RECIPES
-from cenet.train.cuda_decoding import choose
 from cenet.train.data import load
 from cenet.train.engine import Trainer
 from cenet.train.interrupts import Interrupts
@@ -61,10 +60,6 @@ FIELDS = (
     ),
     *("gpu", "torch", "torchvision", "version", "commit", "command"),
 )
-
-
-class Enough(Exception):
-    """So many steps were asked for."""
 
 
 def write_image(task: tuple[int, Path | None, Path]) -> int:
@@ -151,16 +146,14 @@ def fixed_batch(trainer: Trainer, steps: int) -> Clock:
     return clock
 
 
-def loop(trainer: Trainer, epochs: int, steps: int | None) -> Clock:
-    """Epochs of the loop, at most so many steps."""
+def loop(trainer: Trainer, epochs: int) -> Clock:
+    """Epochs of the loop."""
     clock = Clock(trainer.processes.device)
     update: Callable[[], None] = trainer._update
 
     def counted() -> None:
         update()
         clock.mark()
-        if len(clock.marks) == steps:
-            raise Enough
 
     trainer._update = counted
     try:
@@ -169,8 +162,6 @@ def loop(trainer: Trainer, epochs: int, steps: int | None) -> Clock:
                 trainer.position.epoch, trainer.position.step = epoch, 0
                 trainer.position.seconds = 0.0
                 trainer.train_epoch(interrupts)
-    except Enough:
-        pass
     finally:
         del trainer._update
     synchronize(trainer.processes.device)
@@ -180,18 +171,14 @@ def loop(trainer: Trainer, epochs: int, steps: int | None) -> Clock:
     return clock
 
 
-def alone(loader: Any, epochs: int, steps: int | None, device: torch.device) -> Clock:
+def alone(loader: Any, epochs: int, device: torch.device) -> Clock:
     """Batches that nobody needs."""
-
-    def batches() -> Iterator[Any]:
-        for epoch in range(epochs):
-            yield from loader.epoch(epoch)
-
     clock = Clock(device)
-    for _ in islice(batches(), steps):
-        clock.mark()
-        if device.type == "cuda":
-            clock.marks[-1].synchronize()
+    for epoch in range(epochs):
+        for _ in loader.epoch(epoch):
+            clock.mark()
+            if device.type == "cuda":
+                clock.marks[-1].synchronize()
     return clock
 
 
@@ -205,8 +192,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--workers", type=int, default=16)
-    parser.add_argument("--epochs", type=int, default=2, help="of the loop with --decode cuda")
-    parser.add_argument("--cpu-steps", type=int, default=100, help="of the loop with --decode cpu")
+    parser.add_argument("--epochs", type=int, default=4, help="over the folder")
     parser.add_argument("--network", default="resnet50_ce", help="a recipe")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=RESULTS / "input.csv")
@@ -273,15 +259,14 @@ def measure(args: argparse.Namespace, folder: Path, temporary: Path, device: tor
     print(f"first steps in {time.perf_counter() - started:.0f} s", flush=True)
     note("network", fixed_batch(trainer, 11 * WINDOW if on_gpu else 10))
     ahead = 3 * args.workers  # batches that are ready before the first is needed
-    kinds: list[Any] = ["cuda", "cpu"] if choose("auto", device) == "cuda" else ["cpu"]
+    kinds: list[Any] = ["cpu", "cuda"] if on_gpu else ["cpu"]
     for decode in kinds:
-        steps = args.cpu_steps if decode == "cpu" else None
         trainer.loader.end()
         trainer.loader = loader(decode)
-        note(f"loop, {decode}", loop(trainer, args.epochs, steps), ahead)
+        note(f"loop, {decode}", loop(trainer, args.epochs), ahead)
         trainer.loader.end()
         own = loader(decode)
-        note(f"loader, {decode}", alone(own, args.epochs, steps, device), ahead)
+        note(f"loader, {decode}", alone(own, args.epochs, device), ahead)
         own.end()
     append_rows(args.out, rows, FIELDS)
 

@@ -27,8 +27,9 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def stand_in(monkeypatch):
     """A CPU that passes for a GPU with a decoder."""
-    monkeypatch.setattr(loaders, "choose", lambda asked, device: asked)
+    monkeypatch.setattr(loaders, "choose", lambda asked, device, workers: asked)
     monkeypatch.setattr(loaders, "decode_jpegs", decode_here)
+    monkeypatch.setattr(loaders, "resizes", lambda device: True)
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def files(tmp_path):
 
 
 def loader(files, decode="cuda", *, workers=2, batch=8, steps=None, **fields):
-    recipe = replace(RECIPES["resnet18_ce"], image_size=32, **{"epochs": 2, **fields})
+    recipe = replace(RECIPES["resnet18_ce"], **{"image_size": 32, "epochs": 2, **fields})
     return loaders.training_loader(
         recipe, files, inputs_of(files), Shard(len(files.labels), batch), device=CPU,
         channels_last=True, workers=workers, decode=decode, steps=steps,
@@ -45,7 +46,7 @@ def loader(files, decode="cuda", *, workers=2, batch=8, steps=None, **fields):
 
 
 def threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("cenet decodes")]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("cenet prepares")]
 
 
 def assert_close(found, expected):
@@ -59,27 +60,48 @@ def assert_close(found, expected):
         assert 57 * (images - own).abs().mean() < 0.4
 
 
+def on_a_cpu(batches):
+    """What `batches` gives where processes decode, crop and resize."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loaders, "resizes", lambda device: False)
+        return list(batches())
+
+
+@pytest.mark.parametrize("decode", ["cuda", "cpu"])
 @pytest.mark.parametrize("augment", ["imagenet", "crop_flip", "none"])
-def test_batches_are_those_of_worker_processes(files, stand_in, augment):
+def test_batches_are_those_of_worker_processes(files, stand_in, augment, decode):
     before = torch.get_rng_state()
-    found, expected = (loader(files, decode, augment=augment) for decode in ("cuda", "cpu"))
-    assert (found.decoding, expected.decoding) == ("cuda", "cpu")
+    found, other = (loader(files, kind, augment=augment) for kind in (decode, "cpu"))
+    assert found.decoding == decode
     for epoch in range(2):
-        assert_close(found.epoch(epoch), expected.epoch(epoch))
+        assert_close(found.epoch(epoch), on_a_cpu(lambda epoch=epoch: other.epoch(epoch)))
+        other.end()
     assert torch.equal(before, torch.get_rng_state())
     assert not threads()
 
 
-def test_test_batches_too(files, stand_in):
+@pytest.mark.parametrize("decode", ["cuda", "cpu"])
+def test_test_batches_too(files, stand_in, decode):
     found, expected = (
         loaders.evaluation_batches(
             files, inputs_of(files), size=32, batch=5, device=CPU, channels_last=False,
-            workers=2, rank=1, world=2, decode=decode,
+            workers=2, rank=1, world=2, decode=kind,
         )
-        for decode in ("cuda", "cpu")
+        for kind in (decode, "cpu")
     )  # fmt: skip
-    assert_close(found, expected)
+    assert_close(found, on_a_cpu(lambda: expected))
     assert not threads()
+
+
+@pytest.mark.parametrize("size", [16, 48])
+def test_few_pixels_are_moved_for_a_large_image(files, stand_in, size):
+    """Of 60×80, those resized to 16×16 by the processes are the same to the last bit."""
+    found, other = (
+        loader(files, "cpu", augment="none", image_size=size, workers=0) for _ in range(2)
+    )
+    pairs = zip(found.epoch(0), on_a_cpu(lambda: other.epoch(0)), strict=True)
+    same = [torch.equal(images, expected) for (images, _), (expected, _) in pairs]
+    assert same == [size == 16] * 3
 
 
 def test_batches_do_not_depend_on_workers_or_on_where_an_epoch_begins(files, stand_in):
@@ -180,7 +202,7 @@ def test_what_the_decoder_is_not_given(tmp_path, stand_in, monkeypatch):
     files = write_files(tmp_path, contents)
     found = list(loader(files, batch=5, epochs=1, workers=0).epoch(0))
     assert given == contents[:1]
-    assert_close(found, loader(files, "cpu", batch=5, epochs=1).epoch(0))
+    assert_close(found, on_a_cpu(loader(files, "cpu", batch=5, epochs=1).epoch(0).__iter__))
 
 
 def test_an_interrupted_run(files, stand_in, tmp_path):
@@ -202,7 +224,8 @@ import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import test_pipeline as tests
-tests.loaders.choose = lambda asked, device: asked
+tests.loaders.choose = lambda asked, device, workers: asked
+tests.loaders.resizes = lambda device: True
 def slowly(contents, device):
     time.sleep(0.05)
     return tests.decode_here(contents)
@@ -245,5 +268,5 @@ def test_threads_end_with_python(tmp_path, then, code, said):
         assert "ready" not in then or time.monotonic() - started < 10
     assert process.returncode == code
     assert errors.rstrip().endswith(said.rstrip())
-    assert "cenet decodes" not in errors
+    assert "cenet prepares" not in errors
     assert "Exception ignored" not in errors

@@ -14,11 +14,19 @@ ADOBE, SCAN = 0xEE, 0xDA
 # baseline, extended and progressive, all with Huffman codes
 FRAMES = (0xC0, 0xC1, 0xC2)
 GREY = 128
+# processes that together decode faster than a GPU does beside a network (docs/training.md)
+MANY_WORKERS = 12
 
 
-def choose(asked: Literal["auto", "cpu", "cuda"], device: torch.device) -> Decoding:
-    """What decodes the files of a run on this device; ValueError if what was asked for cannot."""
-    if asked == "cpu":
+def choose(asked: Literal["auto", "cpu", "cuda"], device: torch.device, workers: int) -> Decoding:
+    """What decodes the files of a run; ValueError if what was asked for cannot.
+
+    Args:
+        asked: see `Options`.
+        device: of the run.
+        workers: processes that could decode.
+    """
+    if asked == "cpu" or (asked == "auto" and workers >= MANY_WORKERS):
         return "cpu"
     found = _problem(device)
     if found is None:

@@ -79,7 +79,7 @@ class Trainer(Loop):
             alone = self.wrapped is self.network
             calls = EAGER_CALLS if alone else EAGER_CALLS_DISTRIBUTED
             self._add_gradients = Graphed(self._gradients, calls)
-            self._apply_gradients = Graphed(super().apply_gradients)
+            self._apply_gradients = Graphed(super().apply_gradients, calls)
             # a graph reads them anew each time
             self._rates = [torch.zeros((), device=device) for _ in self.optimizer.param_groups]
 

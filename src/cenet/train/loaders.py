@@ -26,6 +26,9 @@ from cenet.train.workers import loaded
 
 Batch = tuple[Tensor, Tensor]  # normalized images and labels on the device
 
+# of images in memory that are prepared together: a few small kernels for each step would take long
+VALUES = 2**24
+
 
 class Loader(Protocol):
     """Training batches.
@@ -80,12 +83,16 @@ class ResidentLoader:
         order = epoch_order(self.shard.count, self.seed, epoch)
         moves = self._moves(epoch).to(self.device)
         order = order.to(self.device)
-        for step in range(start, self.shard.steps):
-            places = self.shard.places(step)
-            chosen = order[places]
-            images = (self._cropped(chosen, moves[places]).float() - self.mean) / self.std
+        together = max(1, VALUES // (self.shard.batch * self.images[0].numel()))
+        for first in range(start, self.shard.steps, together):
+            steps = range(first, min(first + together, self.shard.steps))
+            chosen = torch.cat([order[self.shard.places(step)] for step in steps])
+            own = torch.cat([moves[self.shard.places(step)] for step in steps])
+            images = (self._cropped(chosen, own).float() - self.mean) / self.std
             images = images.permute(0, 3, 1, 2)
-            yield (images if self.channels_last else images.contiguous()), self.labels[chosen]
+            images = images if self.channels_last else images.contiguous()
+            parts = (torch.split(part, self.shard.batch) for part in (images, self.labels[chosen]))
+            yield from zip(*parts, strict=True)
 
     def _moves(self, epoch: int) -> Tensor:
         """Top, left and whether to flip, (N, 3), in the order of the epoch."""
@@ -129,11 +136,11 @@ class Reading(NamedTuple):
 
     def batches(self, items: Iterable[list[Item]]) -> Generator[Batch, None, None]:
         """Batches of these images; what prepares them ends with the generator."""
-        if self.decoding == "cuda":
-            decoder = partial(decode_jpegs, device=self.device)
+        if resizes(self.device):
+            on_gpu = self.decoding == "cuda"
             pipeline = Pipeline(
-                self.data, self.viewing, self.finish, decoder=decoder, device=self.device,
-                workers=self.workers,
+                self.data, self.viewing, self.finish, device=self.device, workers=self.workers,
+                decoder=partial(decode_jpegs, device=self.device) if on_gpu else None,
             )  # fmt: skip
             yield from pipeline.batches(items)
             return
@@ -142,6 +149,11 @@ class Reading(NamedTuple):
             for batch in found:
                 pixels, labels = (part.to(self.device, non_blocking=True) for part in batch)
                 yield self.finish(pixels), labels
+
+
+def resizes(device: torch.device) -> bool:
+    """Whether a device crops and resizes; on a CPU the processes that decode do."""
+    return device.type == "cuda"
 
 
 class _Images(Dataset[tuple[Tensor, int]]):
@@ -218,14 +230,16 @@ def training_loader(
     """
     if isinstance(data, Resident):
         if decode == "cuda":
-            choose(decode, device)  # refuses what cannot be, though nothing is left to decode
+            choose(
+                decode, device, workers
+            )  # refuses what cannot be, though nothing is left to decode
         return ResidentLoader(
             data, inputs, shard, augment=recipe.augment, seed=recipe.seed, device=device,
             channels_last=channels_last,
         )  # fmt: skip
     viewing = Viewing(recipe.augment, recipe.image_size, recipe.seed)
     finish = Normalization(inputs, device, channels_last=channels_last)
-    reading = Reading(data, viewing, finish, device, workers, choose(decode, device))
+    reading = Reading(data, viewing, finish, device, workers, choose(decode, device, workers))
     steps = shard.steps if steps is None else steps
     return FilesLoader(Plan(shard, recipe.seed, recipe.epochs, steps), reading)
 
@@ -247,7 +261,7 @@ def evaluation_batches(
     if isinstance(data, Encoded):
         finish = Normalization(inputs, device, channels_last=channels_last)
         viewing = Viewing(None, size)
-        reading = Reading(data, viewing, finish, device, workers, choose(decode, device))
+        reading = Reading(data, viewing, finish, device, workers, choose(decode, device, workers))
         places = torch.split(torch.arange(rank, len(data.labels), world), batch)
         yield from reading.batches([(0, i) for i in chosen.tolist()] for chosen in places)
         return

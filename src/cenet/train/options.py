@@ -55,9 +55,10 @@ class Options(RunOptions):
 
     Attributes:
         compile: torch.compile the network.
-        decode: what decodes image files. cuda is the GPU's own decoder for JPEG, for which
-            `workers` read files; other files go through Pillow, as all do with cpu. Its pixels
-            differ by some levels of 255. auto is cuda where that is possible.
+        decode: what decodes image files. cpu is Pillow in the worker processes. cuda is the GPU's
+            own decoder for JPEG, for which they read files; other files go through Pillow. Its
+            pixels differ by some levels of 255. auto is cuda where that is possible and there are
+            fewer than 12 workers.
         cuda_graphs: replay whole steps as CUDA graphs, which takes the host out of the way.
         monitor_every: updates between looks at the channels, which go to channels.csv; 0 for none.
     """

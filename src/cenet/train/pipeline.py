@@ -1,8 +1,10 @@
-"""Batches prepared on the device of the run: files are read by processes, decoded by threads.
+"""Batches whose images are cropped and resized on the device of the run, and decoded there or not.
 
-Many threads that read would spend their time waiting for Python's lock. The few that decode and
-resize do one batch at a time and are given the next when one is taken, so that they are idle, or
-about to be, whenever somebody ends them.
+Processes read the files. Without a decoder on the device they decode them too, and hand over the
+pixels that are needed: resizing would take them as long as decoding does. A few threads do the
+rest: many would spend their time waiting for Python's lock. Each prepares one batch at a time and
+is given the next when one is taken, so that they are idle, or about to be, whenever somebody ends
+them.
 """
 
 import warnings
@@ -15,6 +17,7 @@ from itertools import cycle, islice
 from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -24,27 +27,29 @@ from cenet.train.data import Encoded
 from cenet.train.decoding import decode, read
 from cenet.train.order import Item
 from cenet.train.resizing import resized
-from cenet.train.views import View, Viewing, shown
+from cenet.train.views import View, Viewing, shown_image
 from cenet.train.workers import loaded
 
 Decoder = Callable[[list[Tensor]], list[Tensor]]
 
-# threads that decode, each a batch
-DECODERS = 2
-# batches that are being decoded or are ready
+# that prepare batches
+THREADS = 2
+# batches that are being prepared or are ready
 AHEAD = 4
 # of images that are decoded in one call
 PIXELS = 2**28
+# as many times the pixels that are shown are resized before they are moved
+LARGE = 4
 
 
 class _File(NamedTuple):
     """An image file as it was read, and what is shown of it."""
 
     number: int
-    pixels: int
+    pixels: int  # that it takes when it is decoded on the device
     view: View
-    is_shown: bool  # decoded, cropped and resized already
-    content: Tensor  # bytes, or the pixels that are shown
+    shape: tuple[int, int] | None  # of its pixels; None if it is not decoded yet
+    content: Tensor  # bytes, or pixels, (height, width, 3)
 
 
 @dataclass
@@ -55,11 +60,19 @@ class _Batch:
     lengths: list[int]
     content: Tensor
 
-    def unpacked(self) -> list[_File]:
-        """The files with their content."""
-        contents = torch.split(self.content, self.lengths)
+    def pin_memory(self) -> "_Batch":
+        """The same in memory that a GPU can copy from by itself; called by `DataLoader`."""
+        return _Batch(self.files, self.lengths, self.content.pin_memory())
+
+    def unpacked(self, device: torch.device) -> list[_File]:
+        """The files with their content, pixels on the device."""
+        encoded = decoded = torch.split(self.content, self.lengths)
+        if any(file.shape is not None for file in self.files):
+            moved = self.content.to(device, non_blocking=True)
+            decoded = torch.split(moved, self.lengths)
         return [
-            file._replace(content=part) for file, part in zip(self.files, contents, strict=True)
+            file._replace(content=here if file.shape is None else there.view(*file.shape, 3))
+            for file, here, there in zip(self.files, encoded, decoded, strict=True)
         ]
 
 
@@ -74,21 +87,38 @@ def _packed(files: list[_File]) -> _Batch:
 
 
 class _Files(Dataset[_File]):
-    """Files, read; those that are not for the GPU's decoder are decoded and resized here."""
+    """Files, read; those that are not for the GPU's decoder are decoded and cropped here."""
 
-    def __init__(self, data: Encoded, viewing: Viewing) -> None:
-        self.data, self.viewing = data, viewing
+    def __init__(self, data: Encoded, viewing: Viewing, *, encoded: bool) -> None:
+        """Leave files for a decoder on the device if they are wanted `encoded`."""
+        self.data, self.viewing, self.encoded = data, viewing, encoded
 
     def __getitem__(self, item: Item) -> _File:
         number = item[1]
-        content = read(self.data.source, number)
-        size = jpeg_size(content)
-        if size is not None:
-            view = self.viewing.view(item, *size)
-            return _File(number, size[0] * size[1], view, False, as_tensor(content))
+        if self.encoded:
+            content = read(self.data.source, number)
+            size = jpeg_size(content)
+            if size is not None:
+                view = self.viewing.view(item, *size)
+                return _File(number, size[0] * size[1], view, None, as_tensor(content))
         image = decode(self.data.source, number)
         view = self.viewing.view(item, image.height, image.width)
-        return _File(number, 0, view, True, shown(image, view, self.viewing.size))
+        return _File(number, 0, *self._part(image, view))
+
+    def _part(self, image: Any, view: View) -> tuple[View, tuple[int, int], Tensor]:
+        """What is left to do of a view, and the pixels it needs.
+
+        The device resizes them, unless they are too many to be moved there.
+        """
+        size = self.viewing.size
+        top, left, height, width = view.box
+        if height * width > LARGE * size**2:
+            image, (height, width) = shown_image(image, view, size), (size, size)
+            view = View((0, 0, size, size), (size, size))
+        else:
+            image = image.crop((left, top, left + width, top + height))
+            view = view._replace(box=(0, 0, height, width))
+        return view, (height, width), torch.from_numpy(numpy.array(image))
 
 
 class _Ready(NamedTuple):
@@ -108,7 +138,7 @@ class Pipeline:
         viewing: Viewing,
         finish: Callable[[Tensor], Tensor],
         *,
-        decoder: Decoder,
+        decoder: Decoder | None,
         device: torch.device,
         workers: int,
     ) -> None:
@@ -119,21 +149,22 @@ class Pipeline:
             viewing: what is shown of an image.
             finish: from pixels on the device to what a network takes.
             decoder: from bytes of JPEG files to pixels on the device; RuntimeError if it cannot.
+                None has the processes decode.
             device: where batches are needed.
-            workers: processes that read files.
+            workers: processes that read files, or decode them.
         """
         self.data, self.viewing, self.finish = data, viewing, finish
         self.decoder, self.device, self.workers = decoder, device, workers
         make: Any = torch.cuda.Stream
         # their few kernels go before those of the network, which would have them wait for a step
         self.streams = [
-            make(device, priority=-1) if device.type == "cuda" else None for _ in range(DECODERS)
+            make(device, priority=-1) if device.type == "cuda" else None for _ in range(THREADS)
         ]
 
     def batches(self, items: Iterable[list[Item]]) -> Generator[tuple[Tensor, Tensor], None, None]:
         """Images and labels; processes and threads end when this generator does."""
-        files = _Files(self.data, self.viewing)
-        threads = ThreadPoolExecutor(DECODERS, "cenet decodes")
+        files = _Files(self.data, self.viewing, encoded=self.decoder is not None)
+        threads = ThreadPoolExecutor(THREADS, "cenet prepares")
         # also when Python ends while somebody, a traceback for one, keeps this generator
         end = Finalize(None, _end, (threads,), exitpriority=0)
         streams = cycle(self.streams)
@@ -152,35 +183,34 @@ class Pipeline:
             end()
 
     def _prepared(self, batch: _Batch, stream: Any) -> _Ready:
-        files = batch.unpacked()
         place: AbstractContextManager[Any] = nullcontext()
         if stream is not None:
             place = torch.cuda.stream(stream)
         with place:
-            images = self.finish(self._shown(files))
+            files = batch.unpacked(self.device)
+            size = self.viewing.size
+            found = [
+                resized(self._decoded(group), [file.view for file in group], size)
+                for group in _groups(files)
+            ]
+            images = self.finish(torch.cat(found) if len(found) > 1 else found[0])
             labels = self.data.labels[[file.number for file in files]].to(self.device)
             done = None if stream is None else stream.record_event()
         return _Ready(images, labels, done)
 
-    def _shown(self, files: list[_File]) -> Tensor:
-        """What is shown of each file, on the device."""
-        here = [i for i, file in enumerate(files) if file.is_shown]
-        there = [i for i, file in enumerate(files) if not file.is_shown]
-        size = self.viewing.size
-        found = [
-            resized(self._decoded(group), [file.view for file in group], size)
-            for group in _groups([files[i] for i in there])
-        ]
-        if here:
-            pixels = torch.stack([files[i].content for i in here]).view(-1, 3, size, size)
-            found.append(pixels.to(self.device))
-        order = torch.tensor([*there, *here]).argsort()
-        return torch.cat(found)[order.to(self.device)]
-
     def _decoded(self, files: list[_File]) -> list[Tensor]:
-        """Pixels on the device."""
+        """Pixels on the device, (3, height, width) each."""
+        encoded = [file for file in files if file.shape is None]
+        decoded = iter(
+            self._decoded_there(self.decoder, encoded) if self.decoder and encoded else []
+        )
+        return [
+            next(decoded) if file.shape is None else file.content.permute(2, 0, 1) for file in files
+        ]
+
+    def _decoded_there(self, decoder: Decoder, files: list[_File]) -> list[Tensor]:
         try:
-            return self.decoder([file.content for file in files])
+            return decoder([file.content for file in files])
         except RuntimeError as error:
             found = [self._decoded_here(file.number) for file in files]
             warnings.warn(

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from cenet.models import create_model
 from cenet.nn import ce_layers, convert_sync_ce
+from cenet.ops import backend
 from cenet.train.course import Course
 from cenet.train.inputs import Inputs
 from cenet.train.recipes import Recipe
@@ -44,7 +45,8 @@ def check_size(network: nn.Module, recipe: Recipe, inputs: Inputs) -> None:
     size = recipe.image_size
     shadow = deepcopy(network).to("meta").train()  # shapes alone
     try:
-        shadow(torch.empty(2, inputs.channels, size, size, device="meta"))
+        with backend("torch"):  # kernels compute no shapes
+            shadow(torch.empty(2, inputs.channels, size, size, device="meta"))
     except (ValueError, RuntimeError) as error:
         raise ValueError(
             f"{recipe.network} cannot train on images of {size}×{size}: {error}; raise --image-size"

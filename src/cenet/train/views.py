@@ -75,18 +75,22 @@ def middle(size: int, height: int, width: int) -> View:
 
 def shown(image: Any, view: View, size: int) -> Tensor:
     """What is shown of a PIL image, (C, size, size) in uint8."""
-    from PIL.Image import Resampling, Transpose
     from torchvision.transforms.functional import pil_to_tensor
+
+    found: Tensor = pil_to_tensor(shown_image(image, view, size))
+    return found
+
+
+def shown_image(image: Any, view: View, size: int) -> Any:
+    """The same as a PIL image."""
+    from PIL.Image import Resampling, Transpose
 
     top, left, height, width = view.box
     part = image.crop((left, top, left + width, top + height))
     scaled = part.resize(view.scaled[::-1], Resampling.BILINEAR)
     top, left = view.corner
     window = scaled.crop((left, top, left + size, top + size))
-    found: Tensor = pil_to_tensor(
-        window.transpose(Transpose.FLIP_LEFT_RIGHT) if view.flip else window
-    )
-    return found
+    return window.transpose(Transpose.FLIP_LEFT_RIGHT) if view.flip else window
 
 
 def shown_in_test(image: Any, size: int) -> Tensor:
