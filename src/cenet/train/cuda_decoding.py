@@ -13,6 +13,9 @@ START, END = b"\xff\xd8", b"\xff\xd9"
 ADOBE, SCAN = 0xEE, 0xDA
 # baseline, extended and progressive, all with Huffman codes
 FRAMES = (0xC0, 0xC1, 0xC2)
+# factors of the components of grey images, and of 4:4:4, 4:2:2 and 4:2:0. Grey images with other
+# factors, which mean nothing there, are decoded to other pixels
+SAMPLING = (b"\x11", b"\x11\x11\x11", b"\x21\x11\x11", b"\x22\x11\x11")
 GREY = 128
 # processes that together decode faster than a GPU does beside a network (docs/training.md)
 MANY_WORKERS = 12
@@ -91,7 +94,7 @@ def jpeg_size(content: bytes) -> tuple[int, int] | None:
         elif kind in FRAMES and len(segment) >= 6:
             bits, height, width, components = struct.unpack(">BHHB", segment[:6])
             is_rgb = components == 3 and (is_rgb or segment[6::3] == b"RGB")
-            good = bits == 8 and components in (1, 3) and not is_rgb and height and width
+            good = bits == 8 and segment[7::3] in SAMPLING and not is_rgb and height and width
             return (height, width) if good else None
         place += 2 + length
     return None
