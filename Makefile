@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test test-all test-gpu lint format bench bench-gpu clean
+.PHONY: demo test test-all test-gpu results lint format bench bench-gpu clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -27,6 +27,9 @@ test-all: $(READY)  ## with the long tier
 
 test-gpu: $(READY)  ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu
+
+results: $(READY)  ## tables and figures of README and docs/results.md from experiments/results
+	$(BIN)/python -m experiments build
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,115 +1,358 @@
-"""The scripts of the paper's figures and tables, on digits, and what they share."""
+"""The driver of the figures and tables: what it would train, what it keeps, what it builds."""
 
 import csv
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from experiments import building, costs, drawing, scheduling, tables, uncertainty
+from experiments.catalogue import RESULTS
+from experiments.result import Result, Rows
+from experiments.runs import DetectorRun, Run, runs
+from experiments.scheduling import Settings, state
+from scipy import stats
 
-pytest.importorskip("matplotlib")
+from cenet.detection.command import parse as parse_detector
+from cenet.train import RECIPES
+from cenet.train.command import parse
 
-EXPERIMENTS = Path(__file__).parent.parent / "experiments"
-SCRIPTS = sorted(path.stem for kind in ("fig", "table") for path in EXPERIMENTS.glob(f"{kind}*.py"))
-PICTURES = {name for name in SCRIPTS if name.startswith("fig")}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("experiments")
-
-
-def start(name, *arguments):
-    command = [sys.executable, str(EXPERIMENTS / f"{name}.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+ROOT = Path(__file__).parent.parent
+EVERY = list(dict.fromkeys(run for result in RESULTS.values() for run in result.needs))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_smoke(name, folder):
-    """Runs are shared, so a script after others trains only what is missing."""
-    if name == "fig_gradcam":
-        pytest.importorskip("pytorch_grad_cam")
-    where = ("--runs", str(folder / "runs"), "--out", str(folder / "out"), "--device", "cpu")
-    done = start(name, "--scale", "smoke", *where)
-    assert done.returncode == 0, done.stderr
-    assert (folder / "out" / f"{name}.svg").is_file() == (name in PICTURES)
-    with (folder / "out" / f"{name}.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) >= 2
-    again = start(name, "--scale", "smoke", *where)
-    assert not any(line.startswith("training ") for line in again.stdout.splitlines())
-    with (folder / "out" / f"{name}.csv").open(newline="") as file:
-        repeated = list(csv.DictReader(file))
-    if not name.startswith(("table1", "table2")):  # which time something
-        assert repeated == rows
+def start(*arguments):
+    command = [sys.executable, "-m", "experiments", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
 
 
-@pytest.mark.slow
-def test_numbers_are_those_of_the_runs(folder):
-    where = ("--runs", str(folder / "runs"), "--out", str(folder / "out"), "--device", "cpu")
-    done = start("fig1a_normalizers", "--scale", "smoke", *where)
-    assert done.returncode == 0, done.stderr
-    with (folder / "out" / "fig1a_normalizers.csv").open(newline="") as file:
-        rows = {row["row"]: row for row in csv.DictReader(file)}
-    run = folder / "runs" / "digits_ln_ce-epochs=1"
-    metrics = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-    assert float(rows["LN+CE"]["error"]) == pytest.approx(1 - metrics["test_top1"])
-    layers = json.loads((run / "diagnosis.json").read_text())["layers"][:6]
-    shares = [sum(value < 1e-2 for value in layer["mean_abs"]) / layer["channels"]
-              for layer in layers]  # fmt: skip
-    assert float(rows["LN+CE"]["inhibited"]) == pytest.approx(sum(shares) / 6)
+@pytest.mark.parametrize("run", EVERY, ids=lambda run: run.name)
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_commands_ask_for_the_runs_of_the_paper(run, on_gpu, monkeypatch, tmp_path):
+    """At the configuration users run; parsing stops before training."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: on_gpu)
+    data = dict.fromkeys(("imagenet", "cifar10", "coco"), tmp_path)
+    settings = Settings(data=data, runs=tmp_path, options=("--workers", "7"))
+    command = settings.training(run)
+    if isinstance(run, DetectorRun):
+        job = parse_detector(command[2:])
+        assert job.checkpoint == tmp_path / run.classifier.name / "weights.safetensors"
+    else:
+        job = parse(command[1:])
+        assert job.options.cuda_graphs == (on_gpu and not run.watched)
+        assert job.options.monitor_every == (scheduling.LOOK_EVERY if run.watched else 0)
+    precision = "bfloat16" if on_gpu else "float32"
+    assert job.recipe == replace(run.made, precision=precision)
+    assert job.recipe.seed == run.seed
+    assert (job.options.out, job.options.resume) == (tmp_path / run.name, "auto")
+    assert (job.options.workers, job.options.channels_last) == (7, on_gpu)
+    assert job.data == tmp_path
 
 
-@pytest.mark.slow
-def test_measures_over_seeds(tmp_path):
-    """Two runs at a time; what has a row is not run again, and a run that fails is named."""
-    given = ("--runs", str(tmp_path / "runs"), "--out", str(tmp_path), "--ablation-images", "20")
-    short = ("--change", "epochs=1", "warmup_epochs=0", "--jobs", "2")
-    arguments = ("measures", "digits_plain", "digits_ce", "--seeds", "0", "1", *given, *short)
-    assert start(*arguments, "--minutes", "0").stdout.startswith(
-        "not finished: digits_plain seed 0"
-    )
-    done = start(*arguments)
-    assert done.returncode == 0, done.stderr
-    with (tmp_path / "measures.csv").open(newline="") as file:
-        rows = {(row["recipe"], row["seed"]): row for row in csv.DictReader(file)}
-    assert len(rows) == 4
-    for (recipe, seed), row in rows.items():
-        folder = tmp_path / "runs" / f"{recipe}-epochs=1-warmup_epochs=0-seed{seed}"
-        layers = json.loads((folder / "diagnosis.json").read_text())["layers"]
-        metrics = json.loads((folder / "metrics.jsonl").read_text())
-        assert float(row["top1"]) == metrics["test_top1"]
-        dormant = sum(len(layer["dormant_0.1"]) for layer in layers)
-        channels = sum(layer["channels"] for layer in layers)
-        assert float(row["dormant"]) == pytest.approx(dormant / channels)
-        assert bool(row["lambda"]) == (recipe == "digits_ce")
-    assert len((tmp_path / "measures_layers.csv").read_text().splitlines()) == 1 + 4 * 6
-    assert start(*arguments).stdout == ""
-    failed = start("measures", "digits_plain", *given, "--change", "lr=-1")
-    assert failed.returncode == 1
-    assert "digits_plain-lr=-1-seed0 failed; see" in failed.stdout
+@pytest.mark.parametrize("run", EVERY, ids=lambda run: run.name)
+def test_smoke_runs_are_rows_of_their_own(run):
+    small = run.smoke()
+    assert small.made.dataset in ("digits", "shapes")
+    assert small.made.epochs == 1
+    if not isinstance(run, DetectorRun):
+        for field in ("block", "norm", "act", "label_corruption"):
+            assert getattr(small.made, field) == getattr(run.made, field)
+        assert small.watched == run.watched
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_every_script_says_what_it_shows(name):
-    text = (EXPERIMENTS / f"{name}.py").read_text()
-    page = text.split('"""')[1]
-    assert f"python experiments/{name}.py --scale smoke" in page
-    assert "Claim of the paper:" in page
-    assert "Expected cost:" in page
+def test_names_tell_runs_apart():
+    assert len({run.name for run in EVERY}) == len(EVERY)
+    assert len({run.smoke().name for run in EVERY}) > len(EVERY) / 3
+    assert runs("vgg16_ce", weight_decay=5e-4) == runs("vgg16_ce")  # its own
+    (changed,) = runs("vgg16_ce", weight_decay=2e-3)
+    assert changed.name == "vgg16_ce-weight_decay=0.002-seed0"
+
+
+def test_fewer_epochs_move_what_happens_in_between():
+    found = Run("vgg16_ce", changes=(("epochs", 16),)).made
+    assert (found.epochs, found.milestones, found.warmup_epochs) == (16, (6, 12), 4.0)
+
+
+def row(name, **values):
+    return {"name": name, "recipe": name.rsplit("-", 1)[0], "seed": name[-1], "top1": 0.5, **values}
+
+
+def test_rows_are_added_once_by_many(tmp_path):
+    def write(i):
+        own = row(f"a-seed{i % 5}")
+        return tables.add({"runs": [own], "layers": [{"name": own["name"], "layer": 0}]}, tmp_path)
+
+    with ThreadPoolExecutor(8) as threads:
+        assert sum(threads.map(write, range(40))) == 5
+    for table in ("runs", "layers"):
+        assert [found["name"] for found in tables.read(table, tmp_path)] == [
+            *dict.fromkeys(found["name"] for found in tables.read(table, tmp_path))
+        ]
+    assert tables.names(tmp_path) == {f"a-seed{i}" for i in range(5)}
+
+
+def test_rows_of_other_columns_are_refused(tmp_path):
+    tables.add({"runs": [row("a-seed0")]}, tmp_path)
+    with pytest.raises(ValueError, match=r"runs\.csv has other columns .*: \['dormant'\]"):
+        tables.add({"runs": [row("a-seed1", dormant=0.1)]}, tmp_path)
+    assert tables.names(tmp_path) == {"a-seed0"}
+
+
+def test_merging(tmp_path):
+    for folder, seeds in (("here", (0, 1)), ("there", (1, 2))):
+        for seed in seeds:
+            own = row(f"a-seed{seed}", top1=0.25 if folder == "here" else 0.75)
+            tables.add({"runs": [own], "epochs": [{"name": own["name"], "epoch": 1}]},
+                       tmp_path / folder)  # fmt: skip
+    assert tables.merge(tmp_path / "there", tmp_path / "here") == ["a-seed2"]
+    found = {row["name"]: row["top1"] for row in tables.read("runs", tmp_path / "here")}
+    assert found == {"a-seed0": "0.25", "a-seed1": "0.25", "a-seed2": "0.75"}
+    assert len(tables.read("epochs", tmp_path / "here")) == 3
+    assert tables.merge(tmp_path / "there", tmp_path / "here") == []
+    with pytest.raises(ValueError, match=r"has neither runs\.csv nor"):
+        tables.merge(tmp_path, tmp_path / "here")
+
+
+def test_intervals_are_those_of_a_paired_t_test():
+    one, other = [90.1, 91.3, 90.4, 90.9], [90.8, 91.2, 91.1, 91.4]
+    expected = stats.ttest_rel(other, one).confidence_interval(0.95)
+    found = uncertainty.paired(one, other)
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
+    text = uncertainty.difference([0.901, 0.913], [0.908, 0.912], 100, 1)
+    assert text.startswith("+0.3 (−")
+    assert uncertainty.difference([0.5], [0.25], 1, 2) == "−0.25"
+    assert uncertainty.spread([1.0, 3.0], 100, 1, "%") == "200.0 ± 141.4 %"
+
+
+def test_states(tmp_path):
+    settings, run = Settings(runs=tmp_path), Run("digits_ce")
+    assert state(run, settings, set()) == "missing"
+    folder = tmp_path / run.name
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text(json.dumps({"epoch": 1}) + "\n")
+    (folder / "metrics.csv").write_text("epoch\n1\n")
+    assert state(run, settings, set()) == "epoch 1 of 15"
+    (folder / "weights.safetensors").touch()
+    assert state(run, settings, set()) == "trained"
+    assert state(run, settings, {run.name}) == "finished"
+
+
+def test_what_runs_lack(tmp_path):
+    settings = Settings(runs=tmp_path)
+    assert settings.lacks(Run("digits_ce")) is None
+    assert settings.lacks(Run("vgg16_ce")) == "cifar10 (--data cifar10=FOLDER)"
+    detector = DetectorRun("resnet50_ce", classifier=Run("resnet50_ce"))
+    there = Settings(data={"coco": tmp_path}, runs=tmp_path)
+    assert "weights of resnet50_ce-seed0" in there.lacks(detector)
+    (tmp_path / "resnet50_ce-seed0").mkdir()
+    (tmp_path / "resnet50_ce-seed0" / "weights.safetensors").touch()
+    assert there.lacks(detector) is None
+
+
+def test_costs():
+    hours = costs.seconds(Run("resnet50_ce"), []) / 3600
+    assert hours == pytest.approx(100 * 1_281_167 / 5_300 / 3600, rel=0.01)  # 6.7 h
+    assert costs.seconds(Run("vgg16_ce"), []) == pytest.approx(160 * 50_000 / 67_000 + 20)
+    known = [{"recipe": "mobilenetv2_100_ce", "epochs": "150", "seconds": s} for s in ("70", "50")]
+    assert costs.seconds(Run("mobilenetv2_100_ce"), known) == 70
+    watched = Run("vgg16_ce", watched=True)
+    assert costs.seconds(watched, []) > 2 * costs.seconds(Run("vgg16_ce"), [])
+
+
+@pytest.mark.parametrize("result", RESULTS.values(), ids=lambda result: result.name)
+def test_nothing_is_built_of_nothing(result, tmp_path):
+    made = result.build(Rows(tmp_path))
+    assert made.figure is None
+    text = building.markdown(made.table)
+    assert "not run" in text
+    assert "%" not in text.replace("95 %", "") or "paper" in text or "labels" in text
+
+
+def filled(result: Result, folder: Path) -> None:
+    """Rows of all runs of a result, with numbers that tell runs apart."""
+    for place, run in enumerate(result.needs):
+        columns = ("dormant", "inhibited", "inhibited_first_six", "dormant_first_six")
+        share = (place + 1) / 1000
+        own = {"name": run.name, "recipe": run.recipe, "top1": 0.9 - share, "top5": 0.99,
+               **dict.fromkeys(columns, share)}  # fmt: skip
+        if isinstance(run, DetectorRun):
+            columns = [f"{k}_ap{t}" for k in ("box", "mask") for t in ("", "50", "75")]
+            tables.add({"detections": [own | dict.fromkeys(columns, share)]}, folder)
+            continue
+        name = {"name": run.name}
+        for column in ("train_loss", "test_loss", "dormant_strict", "rare", "weak_contribution",
+                       "prunable", "duplicates", "participation_share", "correlation", "gini",
+                       "mean_activation"):  # fmt: skip
+            own[column] = share
+        ratios = [i / 10 for i in range(11)]
+        found = {
+            "runs": [own],
+            "layers": [name | {"layer": i, "channels": 64, "correlation": share * (i + 1),
+                               "beta_nonpositive": share} for i in range(6)],
+            "epochs": [name | {"epoch": e, "train_top1": 0.2 * e, "test_top1": 0.1 * e}
+                       for e in range(1, 4)],
+            "ablation": [name | {"ratio": r, "random": 0.9 - r * share,
+                                 "least_important_first": 0.9} for r in ratios],
+            "looks": [name | {"step": 400 * s, "layer": f"l{i}", "correlation": share}
+                      for s in range(3) for i in range(6)],
+        }  # fmt: skip
+        tables.add(found, folder)
+
+
+@pytest.mark.parametrize("result", RESULTS.values(), ids=lambda result: result.name)
+def test_everything_is_built_of_all_runs(result, tmp_path):
+    filled(result, tmp_path)
+    made = result.build(Rows(tmp_path))
+    text = building.markdown(made.table)
+    assert "not run" not in text
+    assert text.count("\n") == len(made.table) + 1
+    if result.name.startswith("fig"):
+        assert made.figure is not None
+    building.write({result.name: made}, tmp_path / "one")
+    again = result.build(Rows(tmp_path))
+    building.write({result.name: again}, tmp_path / "two")
+    pair = [sorted((tmp_path / side).rglob("*.svg")) for side in ("one", "two")]
+    assert [path.read_bytes() for path in pair[0]] == [path.read_bytes() for path in pair[1]]
+    assert len(pair[0]) == result.name.startswith("fig")
+
+
+def test_numbers_of_a_table(tmp_path):
+    result = RESULTS["table_branches"]
+    filled(result, tmp_path)
+    lines = result.build(Rows(tmp_path)).table
+    assert [line["top-1"] for line in lines] == ["89.90 %", "89.80 %", "89.70 %", "89.60 %"]
+    assert [line["difference (95 %)"] for line in lines] == ["", "−0.10", "−0.20", "−0.30"]
+    assert [line["paper's top-1"] for line in lines] == ["76.6 %", "77.0 %", "77.3 %", "78.3 %"]
+
+
+def test_label_corruption_matches_training_error(tmp_path):
+    result = RESULTS["fig_label_corruption"]
+    for run in result.needs:
+        # CE is at BN's last training accuracy in its second epoch, whose test accuracy is 0.55
+        is_ce = run.recipe.endswith("ce")
+        curve = (
+            [(0.3, 0.3), (0.6, 0.55), (0.9, 0.5)]
+            if is_ce
+            else [(0.2, 0.2), (0.4, 0.4), (0.6, 0.45)]
+        )
+        name = {"name": run.name}
+        epochs = [name | {"epoch": e, "train_top1": a, "test_top1": b}
+                  for e, (a, b) in enumerate(curve, 1)]  # fmt: skip
+        tables.add({"runs": [row(run.name)], "epochs": epochs}, tmp_path)
+    line = result.build(Rows(tmp_path)).table[2]
+    assert line["test error, BN"] == "55.00 %"
+    assert line["test error, CE"] == "50.00 %"
+    assert line["test error, CE, as BN in training"] == "45.00 %"
+
+
+def test_a_smoke_figure_says_that_it_is_one(tmp_path):
+    figure, axes = drawing.plt.subplots()
+    axes.plot([1, 2])
+    drawing.save(figure, tmp_path / "x.svg", smoke=True)
+    assert "SMOKE TEST" in (tmp_path / "x.svg").read_text()
+
+
+def test_pages_hold_what_is_built():
+    made = building.built(RESULTS, Rows())
+    for page in building.PAGES:
+        text = page.read_text()
+        assert building.page_with(text, made) == text, "run `make results`"
+    shown = set(building.BLOCK.findall((ROOT / "docs/results.md").read_text()))
+    assert {name for _, name, _ in shown} == {*RESULTS} - {"vgg16_short"}
+    for name, result in made.items():
+        if result.figure is not None:
+            assert (ROOT / building.FIGURES / f"{name}.svg").is_file()
+            drawing.plt.close(result.figure)
+
+
+def test_committed_rows_say_where_they_come_from():
+    for found in (*tables.read("runs"), *tables.read("detections")):
+        for column in ("command", "commit", "seed", "epochs", "seconds", "device", "precision"):
+            assert found[column], (found["name"], column)
+        assert found["name"].startswith((found["recipe"], f"detect_{found['recipe']}"))
+        assert found["recipe"] in RECIPES or found["name"].startswith("detect_")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "--data FOLDER is needed, or --scale smoke"),
-        (("--scale", "smoke", "--data", "x"), "takes the embedded digits; leave --data away"),
-        (("--scale", "smoke", "--seeds", "0"), "--seeds and --epochs must be at least 1"),
+        (("list", "table9"), "table9 is none of fig1a, "),
+        (("train", "--data", "cifar10"), "--data cifar10 must be SET=FOLDER with a folder that"),
+        (("train", "--jobs", "0"), "--jobs 0 must be at least 1"),
+        (("train", "--task", "3/3"), "--task 3/3 must be I/N with I from 0 to N - 1"),
     ],
 )
 def test_wrong_arguments(arguments, message):
-    done = start("fig_curves", *arguments)
+    done = start(*arguments)
     assert done.returncode == 2
     assert message in done.stderr
+
+
+def test_the_dry_run_lists_every_run(tmp_path):
+    done = start("list", "--every-run", "--results", tmp_path, "--runs", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("missing") == len(EVERY)
+
+
+SMALL = ("table_branches", "--smoke", "--device", "cpu", "--ablation-images", "20")
+
+
+def trained(folder, *arguments):
+    where = ("--runs", folder / "runs", "--results", folder / "rows")
+    return start("train", *(arguments or SMALL), *where)
+
+
+def measured(folder):
+    """All rows but what differs from run to run."""
+    found = {}
+    for table in (*tables.HEADS, *tables.PARTS):
+        for number, own in enumerate(tables.read(table, folder / "rows")):
+            for column in ("seconds", "command"):
+                own.pop(column, None)
+            found[table, own["name"], number if table == "layers" else tuple(own.values())] = own
+    return sorted(map(str, found.values()))
+
+
+@pytest.mark.slow
+def test_two_jobs_give_the_rows_of_one_and_nothing_is_trained_twice(tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder, jobs in ((one, "1"), (two, "2")):
+        done = trained(folder, *SMALL, "--jobs", jobs)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert measured(one) == measured(two)
+    with (one / "rows" / "runs.csv").open(newline="") as file:
+        assert len(list(csv.DictReader(file))) == 4
+    again = trained(one)
+    assert again.stdout == ""
+    built = start("build", "table_branches", "--smoke", "--results", one / "rows", "--out", one)
+    assert built.returncode == 0, built.stderr
+    assert "Smoke test" in (one / "table_branches.md").read_text()
+
+
+@pytest.mark.slow
+def test_a_killed_driver_goes_on(tmp_path):
+    first = trained(tmp_path, *SMALL, "--minutes", "0.2")
+    assert "not finished" in first.stdout
+    done = trained(tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(tables.names(tmp_path / "rows")) == 4
+
+
+@pytest.mark.slow
+def test_two_processes_train_and_write_once(tmp_path):
+    done = trained(tmp_path, *SMALL, "--seeds", "1", "--processes", "2", "--task", "0/4")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = tables.read("runs", tmp_path / "rows")
+    folder = tmp_path / "runs" / found["name"]
+    assert json.loads((folder / "run.json").read_text())["environment"]["processes"] == 2
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_is_named(tmp_path):
+    done = trained(tmp_path, *SMALL, "--task", "0/4", "--options", "--lr", "-1")
+    assert done.returncode == 1
+    assert "failed: lr=-1.0 must be at least" in done.stdout
+    assert not tables.names(tmp_path / "rows")

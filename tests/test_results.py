@@ -1,7 +1,6 @@
 """Numbers in the docs are those of the committed rows, and code in the docs runs."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,47 +11,18 @@ from torch import nn
 import cenet
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "experiments"))
-results_table = pytest.importorskip("results_table")
 
 
-def test_the_table_of_the_docs_is_that_of_the_rows():
-    lines = results_table.table("vgg16_plain", "vgg16_ce")
-    assert "\n".join(lines) in (ROOT / "docs" / "results.md").read_text()
+def test_the_readme_quotes_the_difference():
+    pytest.importorskip("scipy")
+    from experiments.catalogue import RESULTS
+    from experiments.result import Rows
 
-
-QUOTED = {
-    "top-1": "top-1",
-    "test loss": "test loss",
-    "channels that duplicate another": "duplicates of another channel",
-    "effective dimensions / channels": "participation ratio / channels",
-    "dormant channels": "dormant, all layers",
-    "inhibited channels": "inhibited (the paper's figure), first six layers",
-    "the same, all layers": "inhibited, all layers",
-}
-
-
-def test_the_readme_quotes_the_table():
-    rows = [line.split("|")[1:-1] for line in results_table.table("vgg16_plain", "vgg16_ce")]
-    readme = [line.split("|")[1:-1] for line in (ROOT / "README.md").read_text().splitlines()]
-    for title, source in QUOTED.items():
-        (row,) = [row for row in rows if re.split(", mean|$", row[0].strip())[0] == source]
-        quoted = [row for row in readme if row and row[0].strip().startswith(title)]
-        (quoted,) = [row for row in quoted if "±" in row[1]]
-        assert [cell.strip() for cell in quoted[1:]] == [cell.strip() for cell in row[1:3]], title
-    difference = next(row for row in rows if row[0].strip() == "top-1")[3].strip()
-    mean, low, high = (v.replace("-", "−") for v in re.findall(r"[-+][0-9.]+", difference))
+    line = RESULTS["vgg16"].build(Rows()).table[0]
+    assert line["n = 4 seeds"] == "top-1"
+    mean, low, high = re.findall(r"[−+][0-9.]+", line["difference, 95 % interval"])
     text = " ".join((ROOT / "README.md").read_text().split())
     assert f"({mean} points, 95 % interval {low} to {high})" in text
-
-
-def test_the_difference_is_paired_by_seed():
-    line = next(row for row in results_table.table("vgg16_plain", "vgg16_ce") if "top-1 |" in row)
-    numbers = [float(v) for v in re.findall(r"[-+]?\d+\.\d+", line)]
-    plain, _, ce, _, difference, low, high = numbers
-    assert difference == pytest.approx(ce - plain, abs=0.011)
-    assert (low + high) / 2 == pytest.approx(difference, abs=0.011)
-    assert low < difference < high
 
 
 def test_the_pruning_recipe_of_the_docs_leaves_the_outputs():

@@ -1,0 +1,186 @@
+"""Lists, trains and builds; see `python -m experiments --help`."""
+
+import argparse
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+import experiments
+from experiments.building import PAGES, ROOT, built, page_with, write
+from experiments.catalogue import RESULTS
+from experiments.costs import in_words, seconds
+from experiments.result import Result, Rows
+from experiments.runs import Run
+from experiments.scheduling import Schedule, Settings, state
+from experiments.tables import RESULTS as FOLDER
+from experiments.tables import merge, names, read
+
+
+def main() -> None:
+    """What the command line asks for."""
+    arguments = parse()
+    chosen = {name: RESULTS[name] for name in arguments.names or RESULTS}
+    if arguments.command == "build":
+        build(chosen, arguments)
+    elif arguments.command == "merge":
+        for source in arguments.folders:
+            for name in merge(source, arguments.results):
+                print(f"added {name}")
+    elif arguments.command == "train":
+        train(chosen, arguments)
+    else:
+        show(chosen, arguments)
+
+
+def parse() -> argparse.Namespace:
+    """The command line; errors end the program."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments", description=experiments.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    commands = parser.add_subparsers(dest="command", required=True)
+    listing = commands.add_parser("list", help="what exists, what is missing, what it costs")
+    listing.add_argument("--every-run", action="store_true", help="each run by name")
+    training = commands.add_parser("train", help="train and measure what is missing")
+    building = commands.add_parser("build", help="tables and figures from the rows")
+    building.add_argument("--out", type=Path, default=ROOT, help="folder above docs/")
+    for command in (listing, training, building):
+        command.add_argument("names", nargs="*", metavar="NAME", help="figures and tables; all")
+        command.add_argument("--smoke", action="store_true", help="on digits, for one epoch")
+    for command in (listing, training):
+        command.add_argument("--runs", type=Path, default=ROOT / "experiments/out/runs")
+        command.add_argument("--seeds", type=int, help="at most so many of each row")
+    merging = commands.add_parser("merge", help="take up rows of another machine")
+    merging.add_argument("folders", nargs="+", type=Path, help="with runs.csv")
+    for command in (listing, training, building, merging):
+        command.add_argument("--results", type=Path, default=FOLDER, help="folder of the rows")
+    training.add_argument("--data", nargs="*", default=[], metavar="SET=FOLDER",
+                          help="imagenet=… cifar10=… tinyimagenet=…")  # fmt: skip
+    training.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    training.add_argument("--processes", type=int, default=1, help="of each run, by torchrun")
+    training.add_argument("--task", metavar="I/N", help="every N-th run from the I-th: job arrays")
+    training.add_argument("--minutes", type=float, default=float("inf"))
+    training.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    training.add_argument("--ablation-images", type=int, help="as of `cenet diagnose`")
+    training.add_argument("--commit", default="", help="of this code, where git is not at hand")
+    training.add_argument("--options", nargs=argparse.REMAINDER, default=[],
+                          help="of `cenet train`; all that follows")  # fmt: skip
+    found = parser.parse_args()
+    found.names = getattr(found, "names", [])
+    unknown = sorted(set(found.names) - set(RESULTS))
+    if unknown:
+        parser.error(f"{', '.join(unknown)} is none of {', '.join(RESULTS)}")
+    if found.command == "train":
+        check(parser, found)
+    return found
+
+
+def check(parser: argparse.ArgumentParser, found: argparse.Namespace) -> None:
+    """Refuse what cannot be."""
+    wrong = [
+        pair for pair in found.data if "=" not in pair or not Path(pair.split("=", 1)[1]).is_dir()
+    ]
+    if wrong:
+        parser.error(f"--data {wrong[0]} must be SET=FOLDER with a folder that exists")
+    found.data = {
+        name: Path(folder) for name, folder in (pair.split("=", 1) for pair in found.data)
+    }
+    for name in ("jobs", "processes"):
+        if getattr(found, name) < 1:
+            parser.error(f"--{name} {getattr(found, name)} must be at least 1")
+    if found.task is not None:
+        index, _, count = found.task.partition("/")
+        if not (index.isdigit() and count.isdigit() and int(index) < int(count)):
+            parser.error(f"--task {found.task} must be I/N with I from 0 to N - 1")
+        found.task = int(index), int(count)
+
+
+def needed(chosen: dict[str, Result], arguments: argparse.Namespace) -> list[Run]:
+    """The runs of these results, each once."""
+    found = [run for result in chosen.values() for run in result.needs]
+    if arguments.smoke:
+        found = [run.smoke() for run in found]
+    if arguments.seeds is not None:
+        found = [run for run in found if run.seed < arguments.seeds]
+    return list(dict.fromkeys(found))
+
+
+def show(chosen: dict[str, Result], arguments: argparse.Namespace) -> None:
+    """The dry run."""
+    rows, known = read("runs", arguments.results), names(arguments.results)
+    settings = Settings(runs=arguments.runs, results=arguments.results)
+    console = Console()
+    if arguments.every_run:
+        table = Table("run", "state", "one H200, about")
+        for run in needed(chosen, arguments):
+            found = state(run, settings, known)
+            cost = "" if found == "finished" else in_words(seconds(run, rows))
+            table.add_row(run.name, found, cost)
+        console.print(table)
+        return
+    table = Table("name", "shows", "runs", "finished", "missing: one H200, about")
+    for name, result in chosen.items():
+        own = needed({name: result}, arguments)
+        missing = [run for run in own if run.name not in known]
+        cost = in_words(sum(seconds(run, rows) for run in missing)) if missing else ""
+        table.add_row(name, result.title, str(len(own)), str(len(own) - len(missing)), cost)
+    every = needed(chosen, arguments)
+    left = [run for run in every if run.name not in known]
+    table.caption = (
+        f"{len(every)} runs, of which {len(left)} are missing: "
+        f"{in_words(sum(seconds(run, rows) for run in left))}. Figures and tables share runs."
+    )
+    console.print(table)
+
+
+def train(chosen: dict[str, Result], arguments: argparse.Namespace) -> None:
+    """Train and measure what is missing."""
+    settings = Settings(
+        data=arguments.data, runs=arguments.runs, results=arguments.results,
+        options=tuple(arguments.options), jobs=arguments.jobs,
+        processes=arguments.processes, minutes=arguments.minutes,
+        ablation_images=arguments.ablation_images, device=arguments.device,
+        commit=arguments.commit,
+    )  # fmt: skip
+    todo = needed(chosen, arguments)
+    if arguments.task is not None:
+        index, count = arguments.task
+        todo = todo[index::count]
+    known = names(settings.results)
+    lacking = Counter(settings.lacks(run) for run in todo if run.name not in known)
+    for what, count in lacking.items():
+        if what is not None:
+            print(f"{count} runs are left out: there is no {what}")
+    schedule = Schedule(settings, lambda line: print(f"{time.strftime('%X')} {line}", flush=True))
+    left = schedule.finish(run for run in todo if settings.lacks(run) is None)
+    if left:
+        print(
+            f"{len(left)} runs are not finished, from {left[0].name} on; the same command goes on"
+        )
+    if schedule.failed:
+        sys.exit(
+            f"{len(schedule.failed)} runs failed: {', '.join(run.name for run in schedule.failed)}"
+        )
+
+
+def build(chosen: dict[str, Result], arguments: argparse.Namespace) -> None:
+    """Figures, and the blocks of the pages."""
+    made = built(chosen, Rows(arguments.results, smoke=arguments.smoke))
+    for path in write(made, arguments.out, smoke=arguments.smoke):
+        print(f"wrote {path}")
+    if arguments.smoke:
+        return
+    for page in PAGES:
+        own = arguments.out / page.relative_to(ROOT)
+        text = own.read_text()
+        if page_with(text, made) != text:
+            own.write_text(page_with(text, made))
+            print(f"wrote {own}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Every figure and table of the paper that is made of training runs, in its order, and ours."""
+
+from experiments.accuracy import Line, accuracy_table
+from experiments.detection import Line as Detection
+from experiments.detection import detection_table
+from experiments.figures import ablation, bars, curves, sweep
+from experiments.measures_table import measures
+from experiments.result import Result
+from experiments.special import betas, correlation, label_corruption
+
+VGG_SEEDS = 5
+# of runs that several results share
+SEEDS = {"vgg16_plain": VGG_SEEDS, "vgg16_ce": VGG_SEEDS}
+MEASURED = (("inhibited, first six layers", "inhibited_first_six"), ("dormant", "dormant"))
+
+PAPER: tuple[Result, ...] = (
+    bars(
+        "fig1a", "Fig. 1 a: norms, VGG-16, CIFAR-10",
+        "CE leaves fewer channels inhibited behind batch norm and layer norm, and errs less",
+        (("BN", "vgg16_plain"), ("BN+CE", "vgg16_ce"),
+         ("LN", "vgg16_ln"), ("LN+CE", "vgg16_ln_ce")), SEEDS,
+    ),
+    bars(
+        "fig1b", "Fig. 1 b: activations, VGG-16, CIFAR-10",
+        "CE leaves fewer channels inhibited before ELU and leaky ReLU, and errs less",
+        (("ELU", "vgg16_elu"), ("CE+ELU", "vgg16_elu_ce"),
+         ("LReLU", "vgg16_leaky_relu"), ("CE+LReLU", "vgg16_leaky_relu_ce")), SEEDS,
+    ),
+    ablation(
+        "fig1c", "Fig. 1 c: channels of the third layer set to zero, VGG-16, CIFAR-10",
+        "with CE accuracy falls more gently, before ReLU and ELU",
+        (("BN+ReLU", "vgg16_plain"), ("BN+CE+ReLU", "vgg16_ce"),
+         ("BN+ELU", "vgg16_elu"), ("BN+CE+ELU", "vgg16_elu_ce")), SEEDS,
+    ),
+    accuracy_table(
+        "table1", "Table 1: ResNets, ImageNet", "CE is more accurate than SE at the same cost",
+        (
+            Line("ResNet-18", "plain", "resnet18_plain", 70.4, 89.4),
+            Line("ResNet-18", "SE", "resnet18_se", 71.4, 90.4),
+            Line("ResNet-18", "CE", "resnet18_ce", 71.9, 90.8),
+            Line("ResNet-50", "plain", "resnet50_plain", 76.6, 93.0),
+            Line("ResNet-50", "SE", "resnet50_se", 77.6, 93.7),
+            Line("ResNet-50", "CE", "resnet50_ce", 78.3, 94.1),
+            Line("ResNet-101", "plain", "resnet101_plain", 78.0, 94.1),
+            Line("ResNet-101", "SE", "resnet101_se", 78.5, 94.1),
+            Line("ResNet-101", "CE", "resnet101_ce", 79.0, 94.6),
+        ),
+    ),
+    accuracy_table(
+        "table2", "Table 2: small networks, ImageNet",
+        "CE gains up to 2.1 over plain networks, more than SE",
+        (
+            Line("MobileNetV2", "plain", "mobilenetv2_100_plain", 72.5, 90.8),
+            Line("MobileNetV2", "SE", "mobilenetv2_100_se", 73.5, 91.7),
+            Line("MobileNetV2", "CE", "mobilenetv2_100_ce", 74.6, 91.7),
+            Line("ShuffleNetV2 0.5×", "plain", "shufflenetv2_x0_5_plain", 59.2, 82.0),
+            Line("ShuffleNetV2 0.5×", "SE", "shufflenetv2_x0_5_se", 60.2, 82.4),
+            Line("ShuffleNetV2 0.5×", "CE", "shufflenetv2_x0_5_ce", 60.5, 82.7),
+            Line("ShuffleNetV2 1×", "plain", "shufflenetv2_x1_0_plain", 69.0, 88.6),
+            Line("ShuffleNetV2 1×", "SE", "shufflenetv2_x1_0_se", 70.7, 89.6),
+            Line("ShuffleNetV2 1×", "CE", "shufflenetv2_x1_0_ce", 71.2, 89.8),
+        ),
+    ),
+    curves(
+        "fig_curves", "Fig. CEeuqal a: error by epoch, ResNet-50, ImageNet",
+        "CE errs less than SE and BN, in training and in validation",
+        (("BN", "resnet50_plain"), ("SE", "resnet50_se"), ("CE", "resnet50_ce")),
+    ),
+    label_corruption(
+        "fig_label_corruption", "Fig. CEeuqal b: wrong labels, VGG-16, CIFAR-10",
+        "CE generalizes better at every share of wrong labels", (0.0, 0.2, 0.4, 0.6, 0.8),
+    ),
+    ablation(
+        "fig_ablation_imagenet", "Fig. CEeuqal c: channels of the first norm set to zero, ImageNet",
+        "CE makes channels more equal on ImageNet too",
+        (("ResNet-50", "resnet50_plain"), ("CE-ResNet-50", "resnet50_ce"),
+         ("MobileNetV2", "mobilenetv2_100_plain"), ("CE-MobileNetV2", "mobilenetv2_100_ce")),
+    ),
+    sweep(
+        "fig_weight_decay", "Fig. CEeuqal d, e: weight decay, VGG-16, CIFAR-10",
+        "weight decay inhibits channels of BN and costs accuracy; BD prevents most of it, CE more",
+        (("BN", "vgg16_plain"), ("BD", "vgg16_bd"), ("CE", "vgg16_ce")),
+        "weight_decay", (1e-4, 5e-4, 2e-3, 5e-3), (*MEASURED, ("top-1", "top1")),
+    ),
+    correlation(
+        "fig_correlation", "Fig. CE-corr: correlation of channels, VGG-16, CIFAR-10",
+        "BD, IR and CE all have lower correlations than BN, at every depth",
+        (("BN", "vgg16_plain"), ("BD", "vgg16_bd"), ("IR", "vgg16_ir"), ("CE", "vgg16_ce")),
+    ),
+    detection_table(
+        "table3", "Table 3: Mask R-CNN, COCO",
+        "CE improves boxes by 2.2 AP and masks by 2.7 with ResNet-50, synchronized CE by more",
+        (
+            Detection("ResNet-50", "resnet50_plain", "resnet50_plain",
+                      (38.6, 59.5, 41.9, 34.2, 56.2, 36.1)),
+            Detection("+CE", "resnet50_ce", "resnet50_ce", (40.8, 62.7, 44.3, 36.9, 59.2, 39.4)),
+            Detection("+SyncCE", "resnet50_syncce", "resnet50_ce",
+                      (42.0, 62.6, 46.1, 37.5, 59.5, 40.3)),
+            Detection("ResNet-101", "resnet101_plain", "resnet101_plain",
+                      (40.3, 61.5, 44.1, 36.5, 58.1, 39.1)),
+            Detection("+CE", "resnet101_ce", "resnet101_ce", (41.6, 62.8, 45.8, 37.4, 59.4, 40.0)),
+        ),
+    ),
+    betas(
+        "table_beta", "Table gammabeta: share of β ≤ 0, ImageNet", "most β are not positive",
+        (("ResNet-18", "resnet18_plain", 76.0), ("ResNet-50", "resnet50_plain", 76.7),
+         ("ResNet-101", "resnet101_plain", 81.8)),
+    ),
+    accuracy_table(
+        "table_normalizers", "Table other-normalizer: other norms and activations, ImageNet",
+        "CE improves all of them",
+        (
+            Line("ResNet-50, GN", "plain", "resnet50_gn", 75.6, 92.8),
+            Line("ResNet-50, GN", "CE", "resnet50_gn_ce", 76.2, 92.9),
+            Line("ResNet-50, IN", "plain", "resnet50_in", 74.2, 91.9),
+            Line("ResNet-50, IN", "CE", "resnet50_in_ce", 76.0, 92.7),
+            Line("ResNet-50, LN", "plain", "resnet50_ln", 71.6, 89.9),
+            Line("ResNet-50, LN", "CE", "resnet50_ln_ce", 73.3, 91.3),
+            Line("ResNet-18, BN, ReLU", "plain", "resnet18_plain", 70.5, 89.4),
+            Line("ResNet-18, BN, ReLU", "CE", "resnet18_ce", 71.9, 90.2),
+            Line("ResNet-18, BN, ELU", "plain", "resnet18_elu", 68.1, 87.6),
+            Line("ResNet-18, BN, ELU", "CE", "resnet18_elu_ce", 68.7, 88.5),
+        ),
+    ),
+    accuracy_table(
+        "table_branches", "Table BCDAVICE: the branches, ResNet-50, ImageNet",
+        "BD and IR alone gain 0.4 and 0.7, together in CE 1.7",
+        (
+            Line("ResNet-50", "plain", "resnet50_plain", 76.6),
+            Line("ResNet-50", "BD", "resnet50_bd", 77.0),
+            Line("ResNet-50", "IR", "resnet50_ir", 77.3),
+            Line("ResNet-50", "CE", "resnet50_ce", 78.3),
+        ),
+    ),
+    accuracy_table(
+        "table_decorrelation", "Table comparewithsw: other norms that decorrelate, ImageNet",
+        "CE is more accurate than IterNorm and switchable whitening",
+        (
+            Line("ResNet-50", "IterNorm", "resnet50_iternorm", 77.1),
+            Line("ResNet-50", "SW", "resnet50_sw", 77.9),
+            Line("ResNet-50", "CE", "resnet50_ce", 78.3),
+            Line("ResNet-18", "IterNorm", "resnet18_iternorm", 71.1),
+            Line("ResNet-18", "SW", "resnet18_sw", 71.6),
+            Line("ResNet-18", "CE", "resnet18_ce", 71.9),
+        ),
+    ),
+    ablation(
+        "fig_ablation_activations", "Fig. relu-norm-drop a: activations, VGG-16, CIFAR-10",
+        "leaky ReLU and CE both make channels of BN + ReLU more equal",
+        (("BN+ReLU", "vgg16_plain"), ("BN+ELU", "vgg16_elu"), ("BN+LReLU", "vgg16_leaky_relu"),
+         ("BN+CE+ReLU", "vgg16_ce")), SEEDS,
+    ),
+    ablation(
+        "fig_ablation_norms", "Fig. relu-norm-drop b: norms, ResNet-50, ImageNet",
+        "CE is the gentlest and the most accurate of the three",
+        (("BN+ReLU", "resnet50_plain"), ("SN+ReLU", "resnet50_sn"), ("BN+CE+ReLU", "resnet50_ce")),
+    ),
+)  # fmt: skip
+
+OURS: tuple[Result, ...] = (
+    measures(
+        "vgg16", "VGG-16, CIFAR-10 (JPEG copy): accuracy and every measure of channels",
+        "does CE wake channels up, and does it help?",
+        (("batch norm", "vgg16_plain"), ("with CE", "vgg16_ce")), VGG_SEEDS,
+    ),
+    measures(
+        "vgg16_short", "The same, in a few lines", "as above",
+        (("batch norm", "vgg16_plain"), ("with CE", "vgg16_ce")), VGG_SEEDS,
+        {
+            "top1": "top-1",
+            "test_loss": "test loss",
+            "duplicates": "channels that duplicate another",
+            "participation_share":
+                "effective dimensions / channels (participation ratio of the covariance)",
+            "dormant": "dormant channels: mean activation ≤ 0.1 × the mean of their layer",
+            "inhibited_first_six":
+                "inhibited channels: mean activation < 0.01, the paper's figure, first six layers",
+            "inhibited": "the same, all layers",
+        },
+    ),
+)  # fmt: skip
+
+RESULTS = {result.name: result for result in (*PAPER, *OURS)}

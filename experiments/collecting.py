@@ -1,0 +1,137 @@
+"""From the folder of a finished and diagnosed run to its rows."""
+
+import csv
+import json
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from cenet.analysis.command import FILE
+from cenet.analysis.diagnosis import Diagnosis, Layer
+from cenet.train.course import Course
+from cenet.train.logbook import ABOUT, CHANNELS, METRICS, read_metrics, read_run
+from experiments.detection import last_row
+from experiments.runs import DetectorRun, Run
+
+FIRST = 6  # layers of the paper's single figure
+COUNTED = (
+    "dormant", "dormant_strict", "rare", "saturated", "duplicates", "prunable", "inhibited",
+)  # fmt: skip
+CURVES = ("train_loss", "train_top1", "test_loss", "test_top1", "test_top5", "seconds")
+
+Rows = list[dict[str, Any]]
+
+
+def collect(run: Run, folder: Path, command: str, commit: str = "") -> dict[str, Rows]:
+    """Rows by table.
+
+    Args:
+        run: what was trained.
+        folder: of the run.
+        command: that trained it.
+        commit: of the code, where git is not at hand.
+
+    Raises:
+        ValueError: the folder holds another run.
+    """
+    recipe, _ = read_run(folder, type(run.made))
+    check_same(run, recipe, folder)
+    metrics = read_metrics(folder / METRICS)
+    environment = json.loads((folder / ABOUT).read_text())["environment"]
+    about: dict[str, Any] = {
+        "name": run.name, "recipe": run.recipe,
+        "changes": " ".join(f"{name}={value}" for name, value in run.changes),
+        "seed": run.seed, "epochs": len(metrics), "precision": recipe.precision,
+        "command": command, "commit": commit or environment["commit"],
+        "device": environment["device"], "torch": environment["torch"],
+        "seconds": sum(row["seconds"] for row in metrics),
+    }  # fmt: skip
+    if isinstance(run, DetectorRun):
+        return {"detections": [about | last_row(folder)]}
+    found = Diagnosis.read(folder / FILE)
+    name = {"name": run.name}
+    return {
+        "runs": [about | _of_the_network(found, metrics)],
+        "layers": [name | _of_a_layer(i, layer) for i, layer in enumerate(found.layers)],
+        "epochs": [
+            name | {"epoch": row["epoch"]} | {column: row[column] for column in CURVES}
+            for row in metrics
+        ],
+        "ablation": [name | row for row in _ablation(found)],
+        "looks": [name | row for row in _looks(folder)] if run.watched else [],
+    }
+
+
+def check_same(run: Run, recipe: Course, folder: Path) -> None:
+    """Raise ValueError if the folder holds a run of another recipe."""
+    expected, found = run.made.as_dict(), recipe.as_dict()
+    # what a recipe is known to reach moves nothing, and rows say their precision
+    differ = [
+        name
+        for name in expected
+        if name not in ("accuracy", "precision") and found[name] != expected[name]
+    ]
+    if differ:
+        raise ValueError(f"{folder} is another run: {', '.join(differ)} differ; use another --runs")
+
+
+def _of_the_network(found: Diagnosis, metrics: Rows) -> dict[str, Any]:
+    last, layers = metrics[-1], found.layers
+    channels = sum(layer.channels for layer in layers)
+    row: dict[str, Any] = {
+        "top1": last["test_top1"], "top5": last["test_top5"], "train_loss": last["train_loss"],
+        "train_top1": last["train_top1"], "test_loss": last["test_loss"],
+    }  # fmt: skip
+    for name in COUNTED:
+        first = fmean(len(getattr(layer, name)) / layer.channels for layer in layers[:FIRST])
+        row[f"{name}_first_six"] = first
+        row[name] = sum(len(getattr(layer, name)) for layer in layers) / channels
+    row["weak_contribution"] = _weak(layers) / channels
+    row["participation_share"] = fmean(layer.participation_share or 0.0 for layer in layers)
+    row["correlation"] = fmean(layer.correlation or 0.0 for layer in layers)
+    row["mean_activation"] = fmean(fmean(layer.mean_abs) for layer in layers)
+    mixes = [layer.mix for layer in layers if layer.mix is not None]
+    row["lambda"] = fmean(mixes) if mixes else ""
+    row["gini"] = "" if found.importance is None else found.importance.gini
+    row["verdict"] = found.verdict.kind
+    return row
+
+
+def _of_a_layer(number: int, layer: Layer) -> dict[str, Any]:
+    row: dict[str, Any] = {"layer": number, "title": layer.name, "channels": layer.channels}
+    row |= {name: len(getattr(layer, name)) / layer.channels for name in COUNTED}
+    row["weak_contribution"] = _weak([layer]) / layer.channels
+    row["participation_share"] = layer.participation_share or 0.0
+    row["correlation"] = "" if layer.correlation is None else layer.correlation
+    row["mean_activation"] = fmean(layer.mean_abs)
+    row["lambda"] = "" if layer.mix is None else layer.mix
+    beta = None if layer.beta is None else layer.beta.share_nonpositive
+    row["beta_nonpositive"] = "" if beta is None else beta
+    return row
+
+
+def _weak(layers: Any) -> int:
+    """Channels with at most a tenth of their layer's mean contribution."""
+    return sum(value <= 0.1 for layer in layers for value in layer.contribution or ())
+
+
+def _ablation(found: Diagnosis) -> Rows:
+    """Accuracy while a growing share of the channels of one layer is set to zero."""
+    curve = found.ablation
+    if curve is None:
+        return []
+    return [
+        {
+            "layer": curve.layer, "images": curve.images, "ratio": ratio,
+            "random": fmean(random), "random_low": min(random), "random_high": max(random),
+            "least_important_first": ordered,
+        }
+        for ratio, random, ordered in zip(
+            curve.ratios, curve.top1, curve.least_important_first, strict=True
+        )
+    ]  # fmt: skip
+
+
+def _looks(folder: Path) -> Rows:
+    with (folder / CHANNELS).open(newline="") as file:
+        return list(csv.DictReader(file))

@@ -1,0 +1,62 @@
+"""How long a run takes on one H200: as measured, or about as long as its network suggests."""
+
+from experiments.runs import DetectorRun, Run
+from experiments.tables import Row
+
+# training images, and height and width that multiply-adds are counted at
+IMAGES = {
+    "imagenet": 1_281_167, "cifar10": 50_000, "tinyimagenet": 50_000, "digits": 1_347,
+    "coco": 117_266, "shapes": 256,
+}  # fmt: skip
+# images a second of plain networks in bfloat16 and CUDA graphs, measured where a commit is named in
+# benchmarks/results, else from multiply-adds, at the rate that ResNet-50 reaches
+SPEEDS = {
+    ("vgg16", 32): 67_000,
+    ("resnet50", 64): 31_000,
+    ("resnet50", 224): 5_300,
+}
+MULTIPLY_ADDS = {  # billions at 224×224
+    "resnet18": 1.82, "resnet50": 4.14, "resnet101": 7.87, "mobilenetv2_100": 0.33,
+    "shufflenetv2_x0_5": 0.05, "shufflenetv2_x1_0": 0.15,
+}  # fmt: skip
+# small networks wait for memory and launches, not for arithmetic
+FASTEST = 4.0  # times ResNet-50
+WATCHED = 3.0  # times as long as in CUDA graphs
+DETECTION = 54.0  # images a second of Mask R-CNN, batch 16 (docs/detection.md)
+START = 20.0  # seconds, with the diagnosis
+
+
+def seconds(run: Run, rows: list[Row]) -> float:
+    """Of a run; the fastest of the same recipe and epochs tells, where no speed is known.
+
+    Args:
+        run: one that is missing.
+        rows: of the runs that exist; several may have shared the GPU.
+    """
+    recipe = run.made
+    if isinstance(run, DetectorRun):
+        return IMAGES[recipe.dataset] * recipe.epochs / DETECTION
+    speed = SPEEDS.get((recipe.network, recipe.image_size))
+    known = [
+        float(row["seconds"])
+        for row in rows
+        if row["recipe"] == run.recipe and int(row["epochs"]) == recipe.epochs
+    ]
+    if speed is None and known and not run.watched:
+        return START + min(known)
+    images = IMAGES[recipe.dataset] * recipe.epochs
+    speed = speed or _about(recipe.network, recipe.image_size)
+    return START + images / speed * (WATCHED if run.watched else 1.0)
+
+
+def _about(network: str, size: int) -> float:
+    """Images a second, at the rate of arithmetic that ResNet-50 reaches."""
+    if network not in MULTIPLY_ADDS:  # digits, on a CPU
+        return 5_000.0
+    faster = min(FASTEST, MULTIPLY_ADDS["resnet50"] / MULTIPLY_ADDS[network])
+    return SPEEDS["resnet50", 64 if size <= 64 else 224] * faster
+
+
+def in_words(amount: float) -> str:
+    """3 min, 2.5 h."""
+    return f"{amount / 60:.0f} min" if amount < 5400 else f"{amount / 3600:.1f} h"

@@ -1,0 +1,206 @@
+"""Runs side by side on one device: each is `cenet train`, then `cenet diagnose`, then rows."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from cenet.analysis.command import FILE
+from cenet.train.logbook import METRICS, read_metrics
+from cenet.train.weights import WEIGHTS
+from experiments.collecting import collect
+from experiments.runs import DetectorRun, Run
+from experiments.tables import RESULTS, add, names
+
+# of `cenet train` on a GPU; the first moves numbers, and each row says it
+ON_GPU = ("--precision", "bfloat16", "--channels-last", "True")
+EMBEDDED = ("digits", "shapes")
+LOOK_EVERY = 400  # updates between looks at the channels of a watched run
+BATCH = 250  # of a diagnosis
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Where and how runs are trained; nothing of it moves a number by more than rounding.
+
+    Attributes:
+        data: folder of each data set.
+        runs: folder of the runs' folders.
+        results: folder of the rows.
+        options: of `cenet train`, as it takes them.
+        jobs: runs at a time.
+        processes: of each run; more than one are started by torchrun.
+        minutes: after so long, runs that are not finished save and stop.
+        ablation_images: of the diagnosis.
+        device: of all runs.
+        commit: of the code, where git is not at hand.
+    """
+
+    data: dict[str, Path] = field(default_factory=dict)
+    runs: Path = Path("experiments/out/runs")
+    results: Path = RESULTS
+    options: tuple[str, ...] = ()
+    jobs: int = 1
+    processes: int = 1
+    minutes: float = float("inf")
+    ablation_images: int | None = None
+    device: str = "auto"
+    commit: str = ""
+
+    @cached_property
+    def on_gpu(self) -> bool:
+        """Whether runs are."""
+        return self.device != "cpu" and torch.cuda.is_available()
+
+    def folder(self, run: Run) -> Path:
+        """Of a run."""
+        return self.runs / run.name
+
+    def lacks(self, run: Run) -> str | None:
+        """What a run cannot begin without; None if it can."""
+        dataset = run.made.dataset
+        if dataset not in EMBEDDED and dataset not in self.data:
+            return f"{dataset} (--data {dataset}=FOLDER)"
+        classifier = run.classifier if isinstance(run, DetectorRun) else None
+        if classifier is not None and not self._weights(classifier).is_file():
+            return f"file of the weights of {classifier.name} ({self._weights(classifier)})"
+        return None
+
+    def _weights(self, run: Run) -> Path:
+        return self.folder(run) / WEIGHTS
+
+    def training(self, run: Run) -> list[str]:
+        """The command that trains a run, or goes on with it."""
+        command = [*run.arguments, *self._data(run), "--device", self.device]
+        command += ["--resume", "auto", "--out", str(self.folder(run))]
+        if self.on_gpu:
+            command += ON_GPU
+        if isinstance(run, DetectorRun):
+            if run.classifier is not None:
+                command += ["--checkpoint", str(self._weights(run.classifier))]
+        elif run.watched:
+            command += ["--monitor-every", str(LOOK_EVERY)]
+        elif self.on_gpu:
+            command += ["--cuda-graphs", "True"]
+        return [*command, *self.options]
+
+    def diagnosing(self, run: Run) -> list[str]:
+        """The command that measures a finished run."""
+        command = ["diagnose", str(self.folder(run)), "--batch", str(BATCH), *self._data(run)]
+        if self.ablation_images is not None:
+            command += ["--ablation-images", str(self.ablation_images)]
+        return [*command, "--device", self.device]
+
+    def _data(self, run: Run) -> list[str]:
+        place = self.data.get(run.made.dataset)
+        return [] if place is None else ["--data", str(place)]
+
+
+def state(run: Run, settings: Settings, known: set[str]) -> str:
+    """One of: finished, trained, epoch 3 of 24, missing."""
+    folder = settings.folder(run)
+    if run.name in known:
+        return "finished"
+    if (folder / WEIGHTS).is_file():
+        return "trained"
+    if (folder / METRICS).is_file():
+        return f"epoch {len(read_metrics(folder / METRICS))} of {run.made.epochs}"
+    return "missing"
+
+
+class Schedule:
+    """Runs that are under way."""
+
+    def __init__(self, settings: Settings, say: Callable[[str], None]) -> None:
+        """Nothing is yet."""
+        self.settings, self.say = settings, say
+        self.under_way: dict[Run, tuple[str, subprocess.Popen[bytes]]] = {}
+        self.failed: list[Run] = []
+
+    def finish(self, todo: Iterable[Run]) -> list[Run]:
+        """Train and measure these; what was left when the time was over.
+
+        Runs that have rows are not trained again, and one that was interrupted goes on.
+        """
+        known = names(self.settings.results)
+        waiting = [run for run in todo if run.name not in known]
+        end = time.monotonic() + 60 * self.settings.minutes
+        try:
+            while (waiting or self.under_way) and time.monotonic() < end:
+                while waiting and self._count("train") < self.settings.jobs:
+                    self._begin(waiting.pop(0))
+                time.sleep(0.2)
+                for run in [*self.under_way]:
+                    self._look_at(run)
+        finally:
+            self._stop()
+        return [*self.under_way, *waiting]
+
+    def _count(self, what: str) -> int:
+        return sum(kind == what for kind, _ in self.under_way.values())
+
+    def _begin(self, run: Run) -> None:
+        if (self.settings.folder(run) / WEIGHTS).is_file():
+            self._diagnose(run)
+            return
+        self.settings.folder(run).parent.mkdir(parents=True, exist_ok=True)
+        self._start(run, "train", self.settings.training(run), self.settings.processes)
+
+    def _diagnose(self, run: Run) -> None:
+        if isinstance(run, DetectorRun) or (self.settings.folder(run) / FILE).is_file():
+            self._write(run)
+        else:
+            self._start(run, "diagnose", self.settings.diagnosing(run), 1)
+
+    def _start(self, run: Run, kind: str, command: list[str], processes: int) -> None:
+        launcher = [sys.executable, "-m"]
+        if processes > 1:
+            launcher += ["torch.distributed.run", "--standalone", "--nproc-per-node"]
+            launcher += [str(processes), "-m"]
+        self.say(f"cenet {' '.join(command)}")
+        with self._log(run).open("ab") as log:
+            process = subprocess.Popen([*launcher, "cenet", *command], stdout=log, stderr=log)
+        self.under_way[run] = (kind, process)
+
+    def _log(self, run: Run) -> Path:
+        return self.settings.runs / f"{run.name}.log"
+
+    def _look_at(self, run: Run) -> None:
+        kind, process = self.under_way[run]
+        code = process.poll()
+        if code is None:
+            return
+        del self.under_way[run]
+        if code != 0:
+            self.failed.append(run)
+            last = self._log(run).read_text(errors="replace").strip().splitlines()[-1:]
+            self.say(f"{run.name} failed: {''.join(last)} (see {self._log(run)})")
+        elif kind == "train":
+            self._diagnose(run)
+        else:
+            self._write(run)
+
+    def _write(self, run: Run) -> None:
+        command = " ".join(["cenet", *self.settings.training(run)])
+        try:
+            found = collect(run, self.settings.folder(run), command, self.settings.commit)
+        except ValueError as error:
+            self.failed.append(run)
+            self.say(f"{run.name} failed: {error}")
+            return
+        add(found, self.settings.results)
+        self.say(f"{run.name} is finished")
+
+    def _stop(self) -> None:
+        """Have what is under way save and stop."""
+        processes = [process for _, process in self.under_way.values()]
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
+        for process in processes:
+            process.wait()
