@@ -2,6 +2,7 @@
 
 import ast
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -250,3 +251,21 @@ def test_paper_page_names_only_tests_that_exist():
     named = set(re.findall(r"\btest_\w+", page)) - {*files}
     assert named
     assert not {name for name in named if f"def {name}(" not in tests}
+
+
+def test_diagrams_of_the_paper_page_are_those_the_script_draws(tmp_path):
+    pytest.importorskip("matplotlib")
+    folder = ROOT / "docs" / "figures"
+    module = runpy.run_path(str(folder / "draw_blocks.py"))
+    first, again = (tmp_path / name for name in ("first", "again"))
+    first.mkdir()
+    again.mkdir()
+    module["write"](again)
+    for path in module["write"](first):
+        drawn = path.read_text(encoding="utf-8")
+        assert drawn == (again / path.name).read_text(encoding="utf-8")
+        # outlines differ between versions of matplotlib; the texts beside them do not
+        kept = (folder / path.name).read_text(encoding="utf-8")
+        texts = [re.findall(r"<!-- (.*?) -->", page, re.S) for page in (kept, drawn)]
+        assert len(texts[0]) > 20
+        assert texts[0] == texts[1]

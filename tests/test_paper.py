@@ -172,6 +172,51 @@ class TestProposition1Part1:
         assert torch.linalg.matrix_norm(gap).min() > 1
 
 
+class TestProposition1BehindOtherNorms:
+    """The proof needs every channel of x̃ to have the deviation |γ_c|: LN does not give it."""
+
+    gamma = torch.tensor([0.17, 1], dtype=torch.float64)
+    rho = 0.87
+
+    def features(self) -> Tensor:
+        """One image, two channels: exact deviations 10 and 1, exact correlation `rho`, no mean."""
+        noise = normal(2, 64, seed=0)
+        noise -= noise.mean(1, keepdim=True)
+        white = torch.linalg.solve(torch.linalg.cholesky(noise @ noise.T / 64), noise)
+        second = self.rho * white[0] + math.sqrt(1 - self.rho**2) * white[1]
+        return torch.stack([10 * white[0], second]).view(1, 2, 8, 8)
+
+    def growth(self, norm: nn.Module) -> Tensor:
+        """γ̂ / γ after one Newton step on the covariance of what the norm returns."""
+        norm.weight.data.copy_(self.gamma)
+        normalized = norm(self.features()).detach()
+        rho = torch.corrcoef(normalized[0].flatten(1))[0, 1]
+        assert float(rho) == pytest.approx(self.rho)  # all that the paper asks for
+        sigma = F.moments(normalized, 2).cov
+        assert sigma is not None
+        return F.newton_inverse_sqrt(sigma[0], 1) @ self.gamma / self.gamma
+
+    def test_layer_norm_can_leave_a_hundredth_of_a_gamma(self):
+        norm = nn.GroupNorm(1, 2, eps=0, dtype=torch.float64)
+        assert self.growth(norm).tolist() == pytest.approx([0.0103, 1.3391], abs=5e-5)
+
+    def test_formula_with_unequal_deviations(self):
+        norm = nn.GroupNorm(1, 2, eps=0, dtype=torch.float64)
+        rho = torch.tensor([[1, self.rho], [self.rho, 1]], dtype=torch.float64)
+        deviation = torch.tensor([10, 1], dtype=torch.float64)
+        power = deviation * self.gamma.square()
+        expected = 0.5 * (3 - deviation * (rho @ power) / (deviation @ power))
+        assert_close(self.growth(norm), expected)
+
+    @pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.InstanceNorm2d])
+    def test_norms_that_standardize_each_channel_enlarge_the_same_gammas(self, norm):
+        growth = self.growth(norm(2, eps=1e-14, affine=True, dtype=torch.float64))
+        weight = self.gamma.square() / self.gamma.square().sum()
+        rho = torch.tensor([[1, self.rho], [self.rho, 1]], dtype=torch.float64)
+        assert_close(growth, 0.5 * (3 - rho @ weight))
+        assert growth.min() > 1
+
+
 class TestProposition1Part2:
     """‖Σ^{-1/2}x̃‖ > ‖x̃‖ for the exact root of a trace-normalized Σ."""
 
@@ -296,6 +341,13 @@ class TestEquivalentGamma:
         inv_sqrt = F.newton_inverse_sqrt(scaled(correlations(1, seed=5)[0], gamma))
         shared = torch.full_like(gamma, 0.7)
         assert_close((inv_sqrt @ gamma) * shared, inv_sqrt @ (gamma * shared))
+
+    def test_printed_form_is_right_where_the_operator_is_diagonal(self):
+        gamma, standardized = normal(CHANNELS, seed=6), normal(CHANNELS, seed=7)
+        uncorrelated = torch.eye(CHANNELS, dtype=torch.float64)
+        inv_sqrt = F.newton_inverse_sqrt(scaled(uncorrelated, gamma))
+        assert_close(inv_sqrt, inv_sqrt.diagonal().diag())
+        assert_close((inv_sqrt @ gamma) * standardized, inv_sqrt @ (gamma * standardized))
 
 
 class TestJensenRelaxation:
@@ -448,6 +500,26 @@ class TestAppendixB:
         scale = self.scale()
         assert_close(F.decorrelation(cov, scale / 10), F.decorrelation(cov, scale))
         assert_close(F.inverse_std(var, scale / 10, eps=0), 10 * F.inverse_std(var, scale, eps=0))
+
+    @torch.no_grad()
+    @pytest.mark.parametrize(("gamma", "expected"), [(1, 5.6), (0.18, 1.0)])
+    def test_size_of_the_branches_of_a_fresh_layer_on_white_noise(self, gamma, expected):
+        """Root mean square of W·x̃ over that of a_n ⊙ x̃, β = 0: mean of five seeds."""
+        ratios = []
+        for seed in range(5):
+            torch.manual_seed(seed)
+            gate = ChannelEquilibrium2d(64, dtype=torch.float64).ir.gate
+            x = normal(32, 64, 14, 14, seed=seed)
+            mean, var, cov, *_ = F.moments(x, CHANNELS)
+            assert cov is not None
+            batch_mean, batch_var = mean.mean(0), var.mean(0) + mean.var(0, correction=0)
+            scale = gamma * batch_var.rsqrt()
+            inv_sqrt = F.decorrelation(cov, scale)
+            gain = F.instance_gain(var, scale, F.inverse_std(var, scale), gate)
+            bd = F.mix(x, *F.coefficients(scale, -batch_mean * scale, inv_sqrt=inv_sqrt))
+            ir = F.mix(x, *F.coefficients(scale, -batch_mean * scale, gain=gain))
+            ratios.append(float(bd.square().mean().sqrt() / ir.square().mean().sqrt()))
+        assert sum(ratios) / len(ratios) == pytest.approx(expected, rel=0.02)
 
 
 class TestMovingAverage:
