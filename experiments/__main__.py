@@ -5,6 +5,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from zlib import crc32
 
 from rich.console import Console
 from rich.table import Table
@@ -62,7 +63,9 @@ def parse() -> argparse.Namespace:
                           help="imagenet=… cifar10=… tinyimagenet=…")  # fmt: skip
     training.add_argument("--jobs", type=int, default=1, help="runs at a time")
     training.add_argument("--processes", type=int, default=1, help="of each run, by torchrun")
-    training.add_argument("--task", metavar="I/N", help="every N-th run from the I-th: job arrays")
+    training.add_argument(
+        "--task", metavar="I/N", help="the I-th of N parts of the runs: job arrays"
+    )
     training.add_argument("--minutes", type=float, default=float("inf"))
     training.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     training.add_argument("--ablation-images", type=int, help="as of `cenet diagnose`")
@@ -100,8 +103,9 @@ def check(parser: argparse.ArgumentParser, found: argparse.Namespace) -> None:
 
 
 def needed(chosen: dict[str, Result], arguments: argparse.Namespace) -> list[Run]:
-    """The runs of these results, each once."""
-    found = [run for result in chosen.values() for run in result.needs]
+    """The runs of these results that are known by now, each once."""
+    rows = Rows(arguments.results, smoke=arguments.smoke)
+    found = [run for result in chosen.values() for run in (*result.needs, *result.then(rows))]
     if arguments.smoke:
         found = [run.smoke() for run in found]
     if arguments.seeds is not None:
@@ -127,12 +131,16 @@ def show(chosen: dict[str, Result], arguments: argparse.Namespace) -> None:
         own = needed({name: result}, arguments)
         missing = [run for run in own if run.name not in known]
         cost = in_words(sum(seconds(run, rows) for run in missing)) if missing else ""
-        table.add_row(name, result.title, str(len(own)), str(len(own) - len(missing)), cost)
+        count = str(len(own))
+        if later := result.later - len(result.then(Rows(arguments.results, arguments.smoke))):
+            count += f" + {later}"
+        table.add_row(name, result.title, count, str(len(own) - len(missing)), cost)
     every = needed(chosen, arguments)
     left = [run for run in every if run.name not in known]
     table.caption = (
         f"{len(every)} runs, of which {len(left)} are missing: "
-        f"{in_words(sum(seconds(run, rows) for run in left))}. Figures and tables share runs."
+        f"{in_words(sum(seconds(run, rows) for run in left))}. Figures and tables share runs; "
+        "those behind a + are chosen by the runs before them, and their cost is not counted."
     )
     console.print(table)
 
@@ -146,17 +154,23 @@ def train(chosen: dict[str, Result], arguments: argparse.Namespace) -> None:
         ablation_images=arguments.ablation_images, device=arguments.device,
         commit=arguments.commit,
     )  # fmt: skip
-    todo = needed(chosen, arguments)
-    if arguments.task is not None:
-        index, count = arguments.task
-        todo = todo[index::count]
-    known = names(settings.results)
-    lacking = Counter(settings.lacks(run) for run in todo if run.name not in known)
-    for what, count in lacking.items():
-        if what is not None:
-            print(f"{count} runs are left out: there is no {what}")
     schedule = Schedule(settings, lambda line: print(f"{time.strftime('%X')} {line}", flush=True))
-    left = schedule.finish(run for run in todo if settings.lacks(run) is None)
+    said: set[str] = set()
+
+    def todo() -> list[Run]:
+        found = needed(chosen, arguments)
+        if arguments.task is not None:
+            index, count = arguments.task
+            found = [run for run in found if crc32(run.name.encode()) % count == index]
+        known = names(settings.results)
+        lacking = Counter(settings.lacks(run) for run in found if run.name not in known)
+        for what, count in lacking.items():
+            if what is not None and what not in said:
+                said.add(what)
+                print(f"{count} runs are left out: there is no {what}")
+        return [run for run in found if settings.lacks(run) is None]
+
+    left = schedule.finish(todo)
     if left:
         print(
             f"{len(left)} runs are not finished, from {left[0].name} on; the same command goes on"

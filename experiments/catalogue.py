@@ -4,6 +4,7 @@ from experiments.accuracy import Line, accuracy_table
 from experiments.detection import Line as Detection
 from experiments.detection import detection_table
 from experiments.figures import ablation, bars, curves, sweep
+from experiments.lasting_result import lasting
 from experiments.measures_table import measures
 from experiments.result import Result
 from experiments.special import betas, correlation, label_corruption
@@ -177,6 +178,10 @@ OURS: tuple[Result, ...] = (
                 "inhibited channels: mean activation < 0.01, the paper's figure, first six layers",
             "inhibited": "the same, all layers",
         },
+    ),
+    lasting(
+        "lasting", "Learning that lasts: VGG-16, 10,000 images of CIFAR-10 (JPEG copy)",
+        "does a network with CE keep its ability to learn over 25 tasks with labels drawn anew?", 3,
     ),
 )  # fmt: skip
 

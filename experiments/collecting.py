@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -11,7 +12,9 @@ from cenet.analysis.diagnosis import Diagnosis, Layer
 from cenet.train.course import Course
 from cenet.train.logbook import ABOUT, CHANNELS, METRICS, read_metrics, read_run
 from experiments.detection import last_row
-from experiments.runs import DetectorRun, Run
+from experiments.lasting import ABOUT as LASTING
+from experiments.lasting import TASKS
+from experiments.runs import DetectorRun, LastingRun, Run
 
 FIRST = 6  # layers of the paper's single figure
 COUNTED = (
@@ -34,6 +37,8 @@ def collect(run: Run, folder: Path, command: str, commit: str = "") -> dict[str,
     Raises:
         ValueError: the folder holds another run.
     """
+    if isinstance(run, LastingRun):
+        return _tasks(run, folder, command, commit)
     recipe, _ = read_run(folder, type(run.made))
     check_same(run, recipe, folder)
     metrics = read_metrics(folder / METRICS)
@@ -73,6 +78,22 @@ def check_same(run: Run, recipe: Course, folder: Path) -> None:
     ]
     if differ:
         raise ValueError(f"{folder} is another run: {', '.join(differ)} differ; use another --runs")
+
+
+def _tasks(run: LastingRun, folder: Path, command: str, commit: str) -> dict[str, Rows]:
+    about = json.loads((folder / LASTING).read_text())
+    if about["course"] != asdict(run.made):
+        raise ValueError(f"{folder} is another run: its course differs; use another --runs")
+    with (folder / TASKS).open(newline="") as file:
+        tasks = list(csv.DictReader(file))
+    environment = about["environment"]
+    row = {
+        "name": run.name, "row": run.recipe, **about["course"], "command": command,
+        "commit": commit or environment["commit"], "device": environment["device"],
+        "torch": environment["torch"], "seconds": float(tasks[-1]["seconds"]),
+        "accuracy": fmean(float(task["accuracy"]) for task in tasks),
+    }  # fmt: skip
+    return {"lasting": [row], "tasks": [{"name": run.name} | task for task in tasks]}
 
 
 def _of_the_network(found: Diagnosis, metrics: Rows) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """How long a run takes on one H200: as measured, or about as long as its network suggests."""
 
-from experiments.runs import DetectorRun, Run
+from experiments.runs import DetectorRun, LastingRun, Run
 from experiments.tables import Row
 
 # training images, and height and width that multiply-adds are counted at
@@ -34,6 +34,8 @@ def seconds(run: Run, rows: list[Row]) -> float:
         rows: of the runs that exist; several may have shared the GPU.
     """
     recipe = run.made
+    if isinstance(run, LastingRun):
+        return START + recipe.tasks * recipe.epochs * recipe.images / SPEEDS["vgg16", 32]
     if isinstance(run, DetectorRun):
         return IMAGES[recipe.dataset] * recipe.epochs / DETECTION
     speed = SPEEDS.get((recipe.network, recipe.image_size))

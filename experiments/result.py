@@ -37,9 +37,9 @@ class Rows:
         own = run.smoke() if self.smoke else run
         return self._tables[table].get(own.name, [])
 
-    def values(self, runs: Sequence[Run], column: str) -> list[float]:
+    def values(self, runs: Sequence[Run], column: str, table: str = "runs") -> list[float]:
         """A column of the runs that are there."""
-        return [float(row[column]) for run in runs for row in self.of(run)]
+        return [float(row[column]) for run in runs for row in self.of(run, table)]
 
 
 @dataclass
@@ -55,6 +55,10 @@ class Built:
     figure: Any = None
 
 
+def _nothing(rows: Rows) -> Sequence[Run]:
+    return ()
+
+
 @dataclass(frozen=True)
 class Result:
     """A figure or table.
@@ -63,8 +67,10 @@ class Result:
         name: in commands and files.
         title: what it shows.
         claim: what the paper says it shows, or the question, for those that are not the paper's.
-        needs: the runs.
+        needs: the runs; of those that are chosen among others, the others.
         build: makes it of what is there.
+        then: the runs that these rows choose; none as long as they cannot.
+        later: how many runs `then` will be.
     """
 
     name: str
@@ -72,3 +78,5 @@ class Result:
     claim: str
     needs: tuple[Run, ...]
     build: Callable[[Rows], Built] = field(repr=False)
+    then: Callable[[Rows], Sequence[Run]] = field(default=_nothing, repr=False)
+    later: int = 0

@@ -1,14 +1,28 @@
 """What is trained: a recipe with some fields changed, and a seed."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar
 
 from cenet.detection.recipes import RECIPES as DETECTORS
 from cenet.train import RECIPES
 from cenet.train.course import Course
 from cenet.train.recipes import NETWORK_NAMES
+from cenet.train.weights import WEIGHTS
+from experiments.lasting import ABOUT
+from experiments.lasting import Course as Tasks
 
+# of `cenet train` on a GPU; the first moves numbers, and each row says it
+ON_GPU = ("--precision", "bfloat16", "--channels-last", "True")
+LOOK_EVERY = 400  # updates between looks at the channels of a watched run
+# what is compared over many tasks
+LASTING: dict[str, dict[str, Any]] = {
+    "bn": {"block": "plain"},
+    "ln": {"block": "plain", "norm": "ln"},
+    "bd": {"block": "bd"},
+    "ir": {"block": "ir"},
+    "ce": {"block": "ce"},
+}
 # of a recipe that is trained on small images instead, to see that everything works
 SMOKE = (("epochs", 1), ("warmup_epochs", 0))
 
@@ -24,9 +38,12 @@ class Run:
         watched: look at the channels while it trains, which CUDA graphs do not allow.
     """
 
+    module: ClassVar[str] = "cenet"
     command: ClassVar[tuple[str, ...]] = ("train",)
     recipes: ClassVar[Mapping[str, Course]] = RECIPES
     prefix: ClassVar[str] = ""
+    finished_by: ClassVar[str] = WEIGHTS  # the file that is written last
+    is_diagnosed: ClassVar[bool] = True
 
     recipe: str
     seed: int = 0
@@ -52,6 +69,25 @@ class Run:
             changes.setdefault("milestones", tuple(early))
             changes.setdefault("warmup_epochs", min(recipe.warmup_epochs, epochs / 4))
         return replace(recipe, **changes)
+
+    @property
+    def dataset(self) -> str:
+        """What it is trained on."""
+        found: str = self.made.dataset
+        return found
+
+    @property
+    def epochs(self) -> int:
+        """Until it is finished."""
+        found: int = self.made.epochs
+        return found
+
+    def options(self, *, on_gpu: bool) -> list[str]:
+        """Of the command, that move no number by more than rounding, but for the precision."""
+        found = ["--resume", "auto", *(ON_GPU if on_gpu else ())]
+        if self.watched:
+            return [*found, "--monitor-every", str(LOOK_EVERY)]
+        return [*found, "--cuda-graphs", "True"] if on_gpu else found
 
     @property
     def arguments(self) -> list[str]:
@@ -83,13 +119,67 @@ class DetectorRun(Run):
     command: ClassVar[tuple[str, ...]] = ("detect", "train")
     recipes: ClassVar[Mapping[str, Course]] = DETECTORS
     prefix: ClassVar[str] = "detect_"
+    is_diagnosed: ClassVar[bool] = False
 
     classifier: Run | None = None
+
+    def options(self, *, on_gpu: bool) -> list[str]:
+        """See `Run`."""
+        return ["--resume", "auto", *(ON_GPU if on_gpu else ())]
 
     def smoke(self) -> "DetectorRun":
         """The same on drawn shapes, from scratch."""
         recipe = "shapes_plain" if self.recipe.endswith("plain") else "shapes"
         return DetectorRun(recipe, self.seed, SMOKE)
+
+
+@dataclass(frozen=True)
+class LastingRun(Run):
+    """One run of `python -m experiments.lasting`: task after task, each with other labels.
+
+    Attributes:
+        recipe: a row of `LASTING`.
+    """
+
+    module: ClassVar[str] = "experiments.lasting"
+    prefix: ClassVar[str] = "lasting_"
+    finished_by: ClassVar[str] = ABOUT
+    is_diagnosed: ClassVar[bool] = False
+
+    @property
+    def made(self) -> Tasks:
+        """The course with its changes."""
+        return replace(Tasks(**LASTING[self.recipe], seed=self.seed), **dict(self.changes))
+
+    @property
+    def dataset(self) -> str:
+        """See `Run`."""
+        return "digits" if self.made.network == "vgg6" else "cifar10"
+
+    @property
+    def epochs(self) -> int:
+        """Of all tasks."""
+        return self.made.tasks * self.made.epochs
+
+    def options(self, *, on_gpu: bool) -> list[str]:
+        """See `Run`: none."""
+        return []
+
+    @property
+    def arguments(self) -> list[str]:
+        """See `Run`."""
+        base, own = asdict(Tasks()), asdict(self.made)
+        return [
+            part
+            for name, value in own.items()
+            if value != base[name]
+            for part in (f"--{name.replace('_', '-')}", str(value))
+        ]
+
+    def smoke(self) -> "LastingRun":
+        """Two short tasks on digits."""
+        small = {"network": "vgg6", "tasks": 2, "epochs": 1, "images": 256}
+        return replace(self, changes=(*self.changes, *small.items()))
 
 
 def runs(recipe: str, seeds: int = 1, *, watched: bool = False, **changes: Any) -> list[Run]:

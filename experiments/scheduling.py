@@ -4,7 +4,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,10 +18,7 @@ from experiments.collecting import collect
 from experiments.runs import DetectorRun, Run
 from experiments.tables import RESULTS, add, names
 
-# of `cenet train` on a GPU; the first moves numbers, and each row says it
-ON_GPU = ("--precision", "bfloat16", "--channels-last", "True")
 EMBEDDED = ("digits", "shapes")
-LOOK_EVERY = 400  # updates between looks at the channels of a watched run
 BATCH = 250  # of a diagnosis
 
 
@@ -64,7 +61,7 @@ class Settings:
 
     def lacks(self, run: Run) -> str | None:
         """What a run cannot begin without; None if it can."""
-        dataset = run.made.dataset
+        dataset = run.dataset
         if dataset not in EMBEDDED and dataset not in self.data:
             return f"{dataset} (--data {dataset}=FOLDER)"
         classifier = run.classifier if isinstance(run, DetectorRun) else None
@@ -78,17 +75,10 @@ class Settings:
     def training(self, run: Run) -> list[str]:
         """The command that trains a run, or goes on with it."""
         command = [*run.arguments, *self._data(run), "--device", self.device]
-        command += ["--resume", "auto", "--out", str(self.folder(run))]
-        if self.on_gpu:
-            command += ON_GPU
-        if isinstance(run, DetectorRun):
-            if run.classifier is not None:
-                command += ["--checkpoint", str(self._weights(run.classifier))]
-        elif run.watched:
-            command += ["--monitor-every", str(LOOK_EVERY)]
-        elif self.on_gpu:
-            command += ["--cuda-graphs", "True"]
-        return [*command, *self.options]
+        command += ["--out", str(self.folder(run)), *run.options(on_gpu=self.on_gpu)]
+        if isinstance(run, DetectorRun) and run.classifier is not None:
+            command += ["--checkpoint", str(self._weights(run.classifier))]
+        return [*command, *(self.options if run.module == "cenet" else ())]
 
     def diagnosing(self, run: Run) -> list[str]:
         """The command that measures a finished run."""
@@ -98,7 +88,7 @@ class Settings:
         return [*command, "--device", self.device]
 
     def _data(self, run: Run) -> list[str]:
-        place = self.data.get(run.made.dataset)
+        place = self.data.get(run.dataset)
         return [] if place is None else ["--data", str(place)]
 
 
@@ -107,10 +97,10 @@ def state(run: Run, settings: Settings, known: set[str]) -> str:
     folder = settings.folder(run)
     if run.name in known:
         return "finished"
-    if (folder / WEIGHTS).is_file():
+    if (folder / run.finished_by).is_file():
         return "trained"
     if (folder / METRICS).is_file():
-        return f"epoch {len(read_metrics(folder / METRICS))} of {run.made.epochs}"
+        return f"epoch {len(read_metrics(folder / METRICS))} of {run.epochs}"
     return "missing"
 
 
@@ -121,51 +111,63 @@ class Schedule:
         """Nothing is yet."""
         self.settings, self.say = settings, say
         self.under_way: dict[Run, tuple[str, subprocess.Popen[bytes]]] = {}
+        self.finished: list[Run] = []
         self.failed: list[Run] = []
 
-    def finish(self, todo: Iterable[Run]) -> list[Run]:
-        """Train and measure these; what was left when the time was over.
+    def finish(self, todo: Callable[[], list[Run]]) -> list[Run]:
+        """Train and measure all that there is to do; what was left when the time was over.
 
         Runs that have rows are not trained again, and one that was interrupted goes on.
+
+        Args:
+            todo: asked again whenever a run has got its rows, which may choose other runs.
         """
-        known = names(self.settings.results)
-        waiting = [run for run in todo if run.name not in known]
         end = time.monotonic() + 60 * self.settings.minutes
+        waiting = self._waiting(todo())
         try:
             while (waiting or self.under_way) and time.monotonic() < end:
+                before = len(self.finished)
                 while waiting and self._count("train") < self.settings.jobs:
                     self._begin(waiting.pop(0))
                 time.sleep(0.2)
                 for run in [*self.under_way]:
                     self._look_at(run)
+                if len(self.finished) > before:
+                    waiting = self._waiting(todo())
         finally:
             self._stop()
         return [*self.under_way, *waiting]
+
+    def _waiting(self, todo: list[Run]) -> list[Run]:
+        """Those that nobody has begun."""
+        known = {*names(self.settings.results), *(run.name for run in self.failed)}
+        return [run for run in todo if run.name not in known and run not in self.under_way]
 
     def _count(self, what: str) -> int:
         return sum(kind == what for kind, _ in self.under_way.values())
 
     def _begin(self, run: Run) -> None:
-        if (self.settings.folder(run) / WEIGHTS).is_file():
+        if (self.settings.folder(run) / run.finished_by).is_file():
             self._diagnose(run)
             return
         self.settings.folder(run).parent.mkdir(parents=True, exist_ok=True)
-        self._start(run, "train", self.settings.training(run), self.settings.processes)
+        processes = self.settings.processes if run.module == "cenet" else 1
+        self._start(run, "train", [run.module, *self.settings.training(run)], processes)
 
     def _diagnose(self, run: Run) -> None:
-        if isinstance(run, DetectorRun) or (self.settings.folder(run) / FILE).is_file():
+        if not run.is_diagnosed or (self.settings.folder(run) / FILE).is_file():
             self._write(run)
         else:
-            self._start(run, "diagnose", self.settings.diagnosing(run), 1)
+            self._start(run, "diagnose", ["cenet", *self.settings.diagnosing(run)], 1)
 
     def _start(self, run: Run, kind: str, command: list[str], processes: int) -> None:
         launcher = [sys.executable, "-m"]
         if processes > 1:
             launcher += ["torch.distributed.run", "--standalone", "--nproc-per-node"]
             launcher += [str(processes), "-m"]
-        self.say(f"cenet {' '.join(command)}")
+        self.say(" ".join(command))
         with self._log(run).open("ab") as log:
-            process = subprocess.Popen([*launcher, "cenet", *command], stdout=log, stderr=log)
+            process = subprocess.Popen([*launcher, *command], stdout=log, stderr=log)
         self.under_way[run] = (kind, process)
 
     def _log(self, run: Run) -> Path:
@@ -187,7 +189,7 @@ class Schedule:
             self._write(run)
 
     def _write(self, run: Run) -> None:
-        command = " ".join(["cenet", *self.settings.training(run)])
+        command = " ".join([run.module, *self.settings.training(run)])
         try:
             found = collect(run, self.settings.folder(run), command, self.settings.commit)
         except ValueError as error:
@@ -195,6 +197,7 @@ class Schedule:
             self.say(f"{run.name} failed: {error}")
             return
         add(found, self.settings.results)
+        self.finished.append(run)
         self.say(f"{run.name} is finished")
 
     def _stop(self) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 Row = dict[str, str]
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-# a row per run, of a classifier or a detector
-HEADS = ("runs", "detections")
-# what a run is made of: a row per layer, epoch, share of removed channels, look, row of a map
-PARTS = ("layers", "epochs", "ablation", "looks", "maps")
+# a row per run: of a classifier, a detector, or a network that learns task after task
+HEADS = ("runs", "detections", "lasting")
+# what a run is made of: a row per layer, epoch, share of removed channels, look, pixel, task
+PARTS = ("layers", "epochs", "ablation", "looks", "maps", "tasks")
 DIGITS = 6  # that are kept of a number
 
 
@@ -55,7 +55,7 @@ def add(found: Mapping[str, Sequence[dict[str, Any]]], folder: Path = RESULTS) -
 def merge(source: Path, folder: Path = RESULTS) -> list[str]:
     """Add the rows of runs that another folder has and this one has not; their names."""
     if not any((source / f"{table}.csv").is_file() for table in HEADS):
-        raise ValueError(f"{source} has neither runs.csv nor detections.csv")
+        raise ValueError(f"{source} has none of {', '.join(f'{table}.csv' for table in HEADS)}")
     tables = {table: read(table, source) for table in (*HEADS, *PARTS)}
     added = []
     for name in sorted(names(source)):

@@ -23,6 +23,7 @@ from PIL import Image
 
 from _training import ALONE, TINY, VARIATIONS, assert_same_run, call, few_digits, stop_at, trainer
 from cenet.train import saving, snapshot
+from cenet.train.command import ended
 from cenet.train.engine import Trainer
 from cenet.train.interrupts import Interrupted
 from cenet.train.options import Options
@@ -290,6 +291,58 @@ def test_signals_and_kills_through_the_command_line(tmp_path, monkeypatch, capsy
     assert_same_run(whole, cut)
     call(monkeypatch, "eval", str(cut), "--device", "cpu")
     assert "test_top1 " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_signal_while_a_command_starts(tmp_path, times):
+    """There is nothing to save, and a job script that tries again on 75 must."""
+    command = [sys.executable, "-m", "cenet", "train", "digits_ce", *SMALL]
+    folder = tmp_path / "run"
+    with subprocess.Popen([*command, "--out", str(folder)], stderr=subprocess.PIPE,
+                          stdout=subprocess.DEVNULL, text=True) as process:  # fmt: skip
+        while process.poll() is None and not folder.exists():  # it is made before the network is
+            time.sleep(0.005)
+        for _ in range(times):
+            process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=60)[1]
+    assert process.returncode == 75
+    assert said == "interrupted; the same command with --resume auto goes on\n"
+    assert not saving.checkpoints(folder)
+
+
+def test_what_a_full_disk_and_a_second_interrupt_say(tmp_path, capsys):
+    def full():
+        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "step-1"))
+
+    with pytest.raises(
+        SystemExit, match=r"No space left.*step-1.*; make room, and the same command"
+    ):
+        ended(full, tmp_path)
+
+    def twice():
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as left:
+        ended(twice, tmp_path)
+    assert left.value.code == 130
+    assert "--resume auto goes on from the newest checkpoint" in capsys.readouterr().out
+
+
+def test_the_end_of_another_process_is_one_line(tmp_path, monkeypatch):
+    def gone():
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]")
+
+    def other():
+        raise RuntimeError("a mistake")
+
+    with pytest.raises(RuntimeError, match="closed by peer"):  # of something else
+        ended(gone, tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit, match=r"^process 1: another process has ended; its"):
+        ended(gone, tmp_path)
+    with pytest.raises(RuntimeError, match="a mistake"):
+        ended(other, tmp_path)
 
 
 @pytest.mark.gpu

@@ -363,7 +363,7 @@ def refused(place, message):
         (sample("a", 10**30), r"a.png has class number 10{30}, but no image beside it has 0"),
         (
             [*sample("a", 0), *sample("b", 1), *sample("c", 2)],
-            r"train and test of .* have different classes: \['2'\]",
+            r"has different classes: (train|test) has 2, which (train|test) has not",
         ),
         (
             [*sample("a"), ("b.png", b"no image"), ("b.cls", b"1")],
@@ -450,7 +450,10 @@ def test_what_is_wrong_with_names(text, message, tmp_path):
         ([row(0), row(None)], r"train-0.parquet: row 1 has no value in the column 'label'"),
         ([row(0), row(-1)], r"train-0.parquet: row 1 has class number -1, and the first"),
         ([row(0), row(5)], r"row 1 has class number 5, but no image beside it has 1"),
-        ([row("a"), row("b")], r"different classes: \['0', '1', 'a', 'b'\]"),
+        (
+            [row("a"), row("b")],
+            r"train has a, b, which test has not; test has 0, 1, which train has not$",
+        ),
         (
             [row(0), {"image": {"bytes": b"no image", "path": "x"}, "label": 1}],
             r"1 of 2 images cannot be used: .*train-0.parquet: row 1 is not an image",
@@ -491,7 +494,7 @@ def test_classes_in_another_order(tmp_path):
         columns = {"image": [{"bytes": picture(), "path": None}], "label": [0]}
         found = datasets.Dataset.from_dict(columns, datasets.Features(features))
         found.to_parquet(tmp_path / f"{part}-0.parquet")
-    refused(tmp_path, "train and test of .* have different classes: their order differs")
+    refused(tmp_path, "has different classes: their order differs")
 
 
 def test_without_pyarrow(tmp_path, monkeypatch):

@@ -336,11 +336,11 @@ def _main() -> None:
     if sys.argv[1:] == ["--version"]:
         print(f"cenet {__version__}")
         return
-    if sys.argv[1:2] == ["train"]:
-        train()  # its arguments depend on the recipe
-        return
-    if sys.argv[1:2] == ["detect"]:
-        detect()
+    if sys.argv[1:2] in (["train"], ["detect"]):
+        from cenet.train.interrupts import answered
+
+        with answered():
+            (train if sys.argv[1] == "train" else detect)()  # their arguments depend on the recipe
         return
     tyro.extras.subcommand_cli_from_dict(
         {

@@ -1,4 +1,4 @@
-"""What of norms and CE a detector trains: the two settings of Section 4.3, and everything."""
+"""What of norms and CE a detector trains: the two settings of Section 5.3, and everything."""
 
 from typing import Any, Literal, get_args
 

@@ -1,6 +1,8 @@
 """`cenet train RECIPE [--field value ...]`: parse, run, and say in one line what went wrong."""
 
+import errno
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,10 @@ from cenet.train.run import Job, train
 from cenet.train.times import LIBRARIES, Clock, process_age
 
 EXAMPLE = "digits_ce"
+# disk, or quota of a user
+FULL = (errno.ENOSPC, errno.EDQUOT)
+# what gloo and NCCL say when a process they talk to has ended
+GONE = ("losed by peer", "onnection reset", "roken pipe", "remote process exited", "NCCL")
 J = TypeVar("J")
 
 
@@ -79,11 +85,26 @@ def ended(run: Callable[[], dict[str, Any]], out: Path) -> dict[str, Any]:
         if is_first():
             print(f"interrupted and saved; the same command with --resume auto goes on in {out}")
         sys.exit(interrupts.INTERRUPTED)
+    except KeyboardInterrupt:  # the second, which does not wait
+        print(f"interrupted; --resume auto goes on from the newest checkpoint in {out}, if any")
+        sys.exit(128 + signal.SIGINT)
     except (ValueError, OSError, NonFiniteLoss) as error:
-        rank = os.environ.get("RANK", "0")
-        raise SystemExit(str(error) if is_first() else f"process {rank}: {error}") from error
+        reason = str(error)
+        if isinstance(error, OSError) and error.errno in FULL:
+            reason += "; make room, and the same command with --resume auto goes on"
+        raise SystemExit(reason if is_first() else f"process {_rank()}: {reason}") from error
+    except RuntimeError as error:
+        if "WORLD_SIZE" not in os.environ or not any(text in str(error) for text in GONE):
+            raise
+        raise SystemExit(
+            f"process {_rank()}: another process has ended; its message says why"
+        ) from None
 
 
 def is_first() -> bool:
     """Whether this is the process that talks."""
-    return os.environ.get("RANK", "0") == "0"
+    return _rank() == "0"
+
+
+def _rank() -> str:
+    return os.environ.get("RANK", "0")

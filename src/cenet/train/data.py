@@ -154,8 +154,15 @@ def image_folders(folder: Path, size: int, *, resident: bool) -> Split:
         )
     parts = [_encoded(train), _encoded(test)]
     if parts[0].classes != parts[1].classes:
-        differ = sorted({*parts[0].classes} ^ {*parts[1].classes}) or "their order differs"
-        raise ValueError(f"train and {test.name} of {folder} have different classes: {differ}")
+        sides = ((TRAIN[0], test.name, parts), (test.name, TRAIN[0], parts[::-1]))
+        lacking = [
+            f"{one} has {', '.join(only)}, which {other} has not"
+            for one, other, pair in sides
+            if (only := sorted({*pair[0].classes} - {*pair[1].classes}))
+        ]
+        raise ValueError(
+            f"{folder} has different classes: {'; '.join(lacking) or 'their order differs'}"
+        )
     count = sum(len(part.labels) for part in parts)
     fits = resident and count * 3 * size * size <= FITS
     if not fits or not all(_has_size(part, size) for part in parts):
@@ -179,7 +186,9 @@ def _held(files: Encoded, size: int, *, resident: bool) -> Resident | Encoded:
 
 def image_files(folder: Path) -> Encoded:
     """The images of `folder/CLASS/*`, classes and files in order of their names."""
-    classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+    classes = sorted(
+        entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != "."
+    )
     if not classes:
         raise ValueError(f"{folder} has no folders of classes, and no .tar or .parquet files")
     paths: list[Path] = []

@@ -1,6 +1,7 @@
 """SIGTERM and SIGINT: ask the run to save and stop; a second SIGINT stops it at once."""
 
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,6 +50,26 @@ class Interrupts:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.asked = signal.Signals(number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def answered() -> Iterator[None]:
+    """Answer SIGTERM as a run does that was saved, also while a command is starting or ending.
+
+    There is nothing to save then: what had been saved is whole.
+    """
+    before = signal.signal(signal.SIGTERM, _leave)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGTERM) is _leave:  # who has saved is deaf until the end
+            signal.signal(signal.SIGTERM, before)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # those who ask twice get the same answer
+    print("interrupted; the same command with --resume auto goes on", file=sys.stderr)
+    sys.exit(INTERRUPTED)
 
 
 def ignore() -> None:

@@ -30,8 +30,8 @@ class Shard:
         self.count, self.batch, self.rank, self.world = count, batch, rank, world
         if count < batch * world:
             raise ValueError(
-                f"{count} training images do not fill one step of {batch} images in each of "
-                f"{world} processes; lower --batch-size"
+                f"{count} training images do not fill one step of {batch} images"
+                f"{f' in each of {world} processes' if world > 1 else ''}; lower --batch-size"
             )
 
     @property

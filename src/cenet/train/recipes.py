@@ -155,7 +155,8 @@ RECIPES = {
 def find_recipe(name: str) -> Recipe:
     """The recipe of this name; ValueError with the nearest names if there is none."""
     if name not in RECIPES:
-        raise ValueError(
-            f"{name!r} is not a recipe{nearest(name, RECIPES)}; `cenet recipes` lists them"
-        )
+        close = nearest(name, RECIPES)
+        if name in _BASES:
+            close = f" (did you mean {name}_plain or {name}_ce?)"
+        raise ValueError(f"{name!r} is not a recipe{close}; `cenet recipes` lists them")
     return RECIPES[name]

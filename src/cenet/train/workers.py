@@ -2,8 +2,10 @@
 
 import gc
 import multiprocessing
-from collections.abc import Generator, Iterable, Iterator
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -17,7 +19,8 @@ def loaded(
     dataset: Dataset[Any], batches: Iterable[Any], workers: int, seed: int, collate: Any = None
 ) -> Generator[Any, None, None]:
     """Batches of a data set, by worker processes if there are any; ValueError as it was raised."""
-    loader: Any = DataLoader(
+    make: Any = partial(
+        DataLoader,
         dataset,
         batch_sampler=batches,
         num_workers=workers,
@@ -28,7 +31,7 @@ def loaded(
         # else it draws from the global one, and a resumed run would go on differently
         generator=torch.Generator().manual_seed(seed),
     )
-    found = _started(loader)
+    found = _started(make)
     # also when Python ends while somebody, a traceback for one, keeps this iterator; before queues
     # are closed (10), by which workers hear of it
     end = Finalize(None, _end, (found,), exitpriority=20) if workers else None
@@ -45,13 +48,15 @@ def loaded(
             end()
 
 
-def _started(loader: Any) -> Any:
+def _started(make: Callable[[], Iterable[Any]]) -> Any:
     """An iterator whose workers run; one may die while the others are still being started."""
     before = set(multiprocessing.active_children())
     try:
         # workers inherit that signals are held back, until they are deaf
-        with interrupts.held_back(), untouched():
-            return iter(loader)
+        with interrupts.held_back(), untouched(), warnings.catch_warnings():
+            # more processes than cores may be what a slow disk needs
+            warnings.filterwarnings("ignore", message="This DataLoader will create")
+            return iter(make())
     except BaseException as error:
         for worker in set(multiprocessing.active_children()) - before:
             worker.kill()
