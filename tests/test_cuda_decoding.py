@@ -170,7 +170,7 @@ def test_batches_are_those_of_the_cpu(tmp_path, channels_last):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("augment", ["imagenet", "crop_flip"])
+@pytest.mark.parametrize("augment", ["imagenet", "imagenet_colour", "crop_flip"])
 def test_files_decoded_by_processes_are_resized_on_the_gpu(tmp_path, augment):
     files = write_files(tmp_path, kinds())
     pairs = zip(

@@ -11,7 +11,9 @@ import pytest
 import timm
 import torch
 import torchvision
+from timm.layers.squeeze_excite import SEModule
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from _checks import relative_error
 from cenet import BatchDecorrelation2d, InstanceReweighting2d, NormCE2d
@@ -173,15 +175,29 @@ def test_every_activation(name, act, kind):
     step(model)
 
 
-@pytest.mark.parametrize(("position", "kernel"), [(2, (3, 3)), (3, (1, 1))])
-def test_position(position, kernel):
-    model = create_model("resnet50", ce_position=position, num_classes=3)
+@pytest.mark.parametrize(
+    ("name", "position", "kernel", "count"),
+    [("resnet50", 2, (3, 3), 14), ("resnet50", 3, (1, 1), 14), ("resnet18", 1, (3, 3), 9)],
+)
+def test_position(name, position, kernel, count):
+    model = create_model(name, ce_position=position, num_classes=3)
     sites = [name for name, m in model.named_modules() if isinstance(m, NormCE2d)]
-    assert len(sites) == 14
+    assert len(sites) == count
     for site in sites[1:]:
         block, norm = site.rsplit(".", 1)
         assert norm == f"bn{position}"
         assert model.get_submodule(f"{block}.conv{position}").kernel_size == kernel
+
+
+@pytest.mark.parametrize("options", [{"ce_position": 1}, {"norm": "sw", "norm_places": "published",
+                                     "block": None}])  # fmt: skip
+def test_other_places_train_and_go_into_files(options, tmp_path):
+    model = create_model("resnet18", **options, num_classes=3)
+    step(model)
+    export_safetensors(model.eval(), tmp_path)
+    again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    x = torch.randn(2, 3, 64, 64)
+    assert torch.equal(again(x), model(x))
 
 
 def test_options():
@@ -208,7 +224,10 @@ def test_options():
         ({"norm": []}, "norm=[] must be one of"),
         ({"norm": "batch"}, "norm='batch' must be one of 'bn', 'gn'"),
         ({"act": "gelu"}, "act='gelu' must be one of None, 'relu'"),
-        ({"ce_position": 2}, "ce_position=2 is for CE in resnet50 and resnet101"),
+        ({"name": "vgg16", "ce_position": 2}, "ce_position=2 is for CE in the residual blocks of"),
+        ({"ce_position": 3}, "ce_position=3 must be one of 1, 2"),
+        ({"norm": "sw", "norm_places": "some"}, "norm_places='some' must be one of 'all', 'publ"),
+        ({"norm": "gn", "norm_places": "published"}, "norm_places='published' is for norm='iter"),
         ({"name": "resnet50", "ce_position": 4}, "ce_position=4 must be one of 2, 3"),
         ({"name": "resnet50", "block": None, "ce_position": 2}, "ce_position=2 is for CE"),
         ({"start": "zero"}, 'start=\'zero\' must be "paper" or "identity"'),
@@ -224,9 +243,9 @@ def test_costs():
     assert list(PAPER_GFLOPS.values()) == [1.83, 4.16, 7.89, 0.33, 0.05, 0.16]
     assert set(PAPER_GFLOPS) == set(NETWORKS) - {"vgg16"}
     found = cost("shufflenetv2_x1_0")
-    plain, training, folded = found.multiply_adds
+    plain, se, training, folded = found.multiply_adds
     assert found.sites == 16
-    assert plain < folded < training
+    assert plain < se < folded < training
     # one 16 × 16 matrix per group and pixel folded, a second one for the covariance in training
     matrices = 0
     for channels, pixels, units in ((58, 784, 4), (116, 196, 8), (232, 49, 4)):
@@ -234,6 +253,29 @@ def test_costs():
         matrices += units * pixels * padded * 16
     assert folded - plain == pytest.approx(matrices, rel=0.1)
     assert training - folded == pytest.approx(matrices, rel=0.35)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "vgg16"])
+def test_cost_of_squeeze_excite(name):
+    """Two products of C·R for every image and layer, R the width that timm squeezes to."""
+    found = cost(name)
+    layers = [m for m in create_model(name, "se").modules() if isinstance(m, SEModule)]
+    assert len(layers) == {"resnet18": 8, "resnet50": 16, "vgg16": 13}[name]
+    sizes = [(layer.fc1.in_channels, layer.fc1.out_channels) for layer in layers]
+    assert found.multiply_adds.se - found.multiply_adds.plain == sum(2 * c * r for c, r in sizes)
+    biases = sum(c + r for c, r in sizes)
+    assert found.parameters.se - found.parameters.plain == biases + sum(2 * c * r for c, r in sizes)
+
+
+def test_multiply_adds_are_those_of_a_network_that_computes():
+    """Counted on real images, three of them, with torch's counter and by hand."""
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(3, 32, 3, padding=1), SEModule(32), nn.Flatten(), nn.Linear(2048, 5))
+    model = nn.Sequential(*layers).eval()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.randn(3, 3, 8, 8))
+    by_hand = 3 * 32 * 9 * 64 + 2 * 32 * layers[1].fc1.out_channels + 2048 * 5
+    assert multiply_adds(model, 8) == by_hand == counter.get_total_flops() // 2 // 3
 
 
 # the authors' released network

@@ -136,7 +136,7 @@ def files_loader(files, batch, *, workers=0, steps=None, **fields):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("augment", ["imagenet", "crop_flip", "none"])
+@pytest.mark.parametrize("augment", ["imagenet", "imagenet_colour", "crop_flip", "none"])
 def test_files_do_not_depend_on_workers_or_on_where_an_epoch_begins(folder, augment):
     files = image_folders(folder, 32, resident=True).train
     assert isinstance(files, Encoded)

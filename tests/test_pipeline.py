@@ -17,9 +17,11 @@ from _files import decode_here, jpeg, photograph, photographs, write_files
 from _training import TINY, assert_same_run, stop_at, trainer
 from cenet.train import RECIPES
 from cenet.train.data import Split
+from cenet.train.decoding import decode as decode_image
 from cenet.train.inputs import inputs_of
 from cenet.train.interrupts import Interrupted
-from cenet.train.order import Shard
+from cenet.train.order import Shard, epoch_order
+from cenet.train.views import Viewing
 
 CPU = torch.device("cpu")
 
@@ -68,7 +70,7 @@ def on_a_cpu(batches):
 
 
 @pytest.mark.parametrize("decode", ["cuda", "cpu"])
-@pytest.mark.parametrize("augment", ["imagenet", "crop_flip", "none"])
+@pytest.mark.parametrize("augment", ["imagenet", "imagenet_colour", "crop_flip", "none"])
 def test_batches_are_those_of_worker_processes(files, stand_in, augment, decode):
     before = torch.get_rng_state()
     found, other = (loader(files, kind, augment=augment) for kind in (decode, "cpu"))
@@ -102,6 +104,30 @@ def test_few_pixels_are_moved_for_a_large_image(files, stand_in, size):
     pairs = zip(found.epoch(0), on_a_cpu(lambda: other.epoch(0)), strict=True)
     same = [torch.equal(images, expected) for (images, _), (expected, _) in pairs]
     assert same == [size == 16] * 3
+
+
+@pytest.mark.parametrize("size", [8, 48])
+@pytest.mark.parametrize("decode", ["cuda", "cpu"])
+def test_colours_are_moved_by_the_same_amount_as_on_a_cpu(files, stand_in, size, decode):
+    """Of an image resized by the processes (to 8×8) and of one resized later."""
+    fields = {"image_size": size, "workers": 0, "batch": 6}
+
+    def moved(augment):
+        views = loader(files, decode, augment=augment, **fields).epoch(0)
+        return torch.cat([images for images, _ in views])
+
+    std = torch.tensor([58.395, 57.12, 57.375])[:, None, None]
+    differences = (moved("imagenet_colour") - moved("imagenet")) * std
+    viewing = Viewing("imagenet_colour", size, RECIPES["resnet18_ce"].seed)
+    order = epoch_order(24, viewing.seed, 0).tolist()
+    shapes = [decode_image(files.source, number) for number in order]
+    expected = [
+        viewing.view((0, number), image.height, image.width).colour
+        for number, image in zip(order, shapes, strict=True)
+    ]
+    expected = torch.tensor(expected)[:, :, None, None].expand_as(differences)
+    torch.testing.assert_close(differences, expected, rtol=0, atol=1e-3)
+    assert expected.abs().mean() > 1
 
 
 def test_batches_do_not_depend_on_workers_or_on_where_an_epoch_begins(files, stand_in):

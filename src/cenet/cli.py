@@ -48,14 +48,14 @@ def models() -> None:
 
     table = Table(
         title="billions of multiply-adds for one image, and millions of parameters",
-        caption="Counted: convolutions and matrix products; train and folded are with CE. The "
-        "paper's figure is for CE, and off says how far the folded network is from it.",
+        caption="Counted: convolutions and matrix products. +SE and +CE: with squeeze-excite and "
+        "with CE; train and folded: with CE, in training and folded; paper: its figure for CE.",
         box=SIMPLE_HEAD,
-        collapse_padding=True,
+        padding=0,
         pad_edge=False,
     )
     table.add_column("network", no_wrap=True)
-    for column in ("sites", "params", "+CE", "plain", "train", "folded", "paper", "off"):
+    for column in ("sites", "params", "+SE", "+CE", "plain", "+SE", "train", "folded", "paper"):
         table.add_column(column, justify="right", no_wrap=True)
     console = Console()
     for name in NETWORKS:
@@ -63,11 +63,8 @@ def models() -> None:
             found = cost(name)
         parameters = (f"{value / 1e6:.1f}" for value in found.parameters)
         counted = (f"{value / 1e9:.3f}" for value in found.multiply_adds)
-        paper = ["", ""]
-        if found.paper is not None:
-            off = found.multiply_adds[2] / 1e9 / found.paper - 1
-            paper = [f"{found.paper:.2f}", f"{off:+.1%}"]
-        table.add_row(f"ce{name}", str(found.sites), *parameters, *counted, *paper)
+        paper = "" if found.paper is None else f"{found.paper:.2f}"
+        table.add_row(f"ce{name}", str(found.sites), *parameters, *counted, paper)
     console.print(table)
 
 
@@ -235,10 +232,10 @@ def recipes() -> None:
     columns = ("network", "data", "epochs", "batch", "lr", "schedule", "decay")
     for column in columns:
         table.add_column(column, no_wrap=True)
-    rows: dict[str, None] = {}
+    rows: dict[str, list[str]] = {}
     for name, recipe in RECIPES.items():
         network = "digits" if recipe.dataset == "digits" else recipe.network
-        rows[name.removeprefix(f"{network}_")] = None
+        rows.setdefault(network, []).append(name.removeprefix(f"{network}_"))
         if name == f"{network}_ce":
             table.add_row(
                 network, recipe.dataset, str(recipe.epochs), str(recipe.batch_size),
@@ -246,7 +243,12 @@ def recipes() -> None:
             )  # fmt: skip
     console = Console()
     console.print(table)
-    console.print(f"rows: {', '.join(rows)}")
+    shared = [row for row in rows["digits"] if all(row in own for own in rows.values())]
+    console.print(f"rows: {', '.join(shared)}")
+    for network, own in rows.items():
+        more = [row for row in own if row not in shared]
+        if more:
+            console.print(f"more rows of {network}: {', '.join(more)}")
     console.print("cenet train digits_ce --help shows all fields; each can be changed.")
 
 

@@ -15,7 +15,7 @@ from cenet.models import NETWORKS
 from cenet.models.lookup import create_named
 from cenet.train.inputs import FILES_MEAN, FILES_STD, Inputs
 from cenet.train.logbook import read_run
-from cenet.train.recipes import Recipe
+from cenet.train.recipes import Recipe, is_for_files
 from cenet.train.views import shown_in_test
 from cenet.train.weights import load_run, read_weights
 
@@ -104,7 +104,7 @@ def _of_run(run: Path) -> Examinee:
 
         def fitted(image: Any) -> Tensor:
             # images of the right size were trained on as they are
-            whole = recipe.augment != "imagenet" and image.size == (size, size)
+            whole = not is_for_files(recipe.augment) and image.size == (size, size)
             grey = image.convert("L") if inputs.channels == 1 else image
             found: Tensor = (plain if whole else resize)(grey)
             return found

@@ -1,5 +1,6 @@
 """Other norms and activations in the place of a network's own."""
 
+import re
 from collections.abc import Callable
 from math import gcd
 
@@ -39,13 +40,13 @@ class NormAct2d(nn.Module):
         return y
 
 
-def replace_norms_(model: nn.Module, norm: str) -> None:
-    """Put a norm of this name in the place of every batch norm, in place."""
+def replace_norms_(model: nn.Module, norm: str, places: str = ".*") -> None:
+    """Put a norm of this name in the place of every batch norm whose name matches, in place."""
     make = NORMS[norm]
     if make is None:
         return
     for name, module in list(model.named_modules()):
-        if isinstance(module, nn.BatchNorm2d):
+        if isinstance(module, nn.BatchNorm2d) and re.fullmatch(places, name):
             new = make(module.num_features)
             act = inner_activation(module)
             model.set_submodule(name, new if act is None else NormAct2d(new, act))

@@ -23,13 +23,30 @@ PAPER_GFLOPS = {
 }
 
 
+class Parameters(NamedTuple):
+    """Parameters of a network by what is in it."""
+
+    plain: int
+    se: int
+    ce: int
+
+
+class MultiplyAdds(NamedTuple):
+    """Multiply-adds for one image by what is in the network; in inference unless it is said."""
+
+    plain: int
+    se: int
+    ce_in_training: int
+    ce_folded: int
+
+
 class Cost(NamedTuple):
-    """What a network of the paper costs, plain and with CE."""
+    """What a network of the paper costs, plain, with squeeze-excite and with CE."""
 
     name: str
     sites: int
-    parameters: tuple[int, int]  # plain, CE
-    multiply_adds: tuple[int, int, int]  # plain, CE in training, CE folded
+    parameters: Parameters
+    multiply_adds: MultiplyAdds
     paper: float | None  # billions, with CE
 
 
@@ -46,15 +63,16 @@ def multiply_adds(model: nn.Module, image_size: int) -> int:
 def cost(name: str) -> Cost:
     """Count a network of the paper."""
     size = NETWORKS[name].input_size
-    plain, ce = create_model(name, None).eval(), create_model(name, "ce")
+    plain, se = create_model(name, None).eval(), create_model(name, "se").eval()
+    ce = create_model(name, "ce")
     sites = sum(isinstance(module, NormCE2d) for module in ce.modules())
     in_training = multiply_adds(ce.train(), size)
     folded = multiply_adds(fold_ce(ce.eval()), size)
     return Cost(
         name,
         sites,
-        (_parameters(plain), _parameters(ce)),
-        (multiply_adds(plain, size), in_training, folded),
+        Parameters(*(_parameters(network) for network in (plain, se, ce))),
+        MultiplyAdds(multiply_adds(plain, size), multiply_adds(se, size), in_training, folded),
         PAPER_GFLOPS.get(name),
     )
 

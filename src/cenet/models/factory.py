@@ -31,6 +31,7 @@ def create_model(
     *,
     norm: str = "bn",
     act: str | None = None,
+    norm_places: Literal["all", "published"] = "all",
     stem: bool = True,
     ce_position: int | None = None,
     start: Literal["paper", "identity"] = "paper",
@@ -44,12 +45,13 @@ def create_model(
             or vgg16 (for 32×32 images); or vgg6, a small VGG for 8×8 images and more.
         block: "ce", one of its branches alone ("bd", "ir"), "se", or "plain" (or None) for
             the network without any.
-        norm: bn, gn, in, ln, sn (switchable norm), iternorm or sw (switchable whitening),
-            everywhere.
+        norm: bn, gn, in, ln, sn (switchable norm), iternorm or sw (switchable whitening).
+        norm_places: "all" norms of the network, or, for iternorm and sw in ResNets, those that
+            were replaced by the "published" code of the norm's own authors (the others stay bn).
         act: relu, elu or leaky_relu, everywhere; by default the network's own.
         stem: CE behind the stem of ResNets too.
-        ce_position: 2 or 3 puts CE behind the second or third convolution of ResNet-50's and
-            ResNet-101's blocks; the paper's CE-ResNet is 3.
+        ce_position: in ResNets, which convolution of a residual block CE follows (behind its
+            norm): 2 or 3 in ResNet-50 and ResNet-101, 1 or 2 in ResNet-18. By default the last.
         start: "identity" lets CE change nothing at first (see `NormCE2d`).
         layer_args: arguments of the CE layers, e.g. {"group_size": 32}.
         **kwargs: of the network, as in timm: num_classes, in_chans, drop_rate, ...
@@ -63,6 +65,7 @@ def create_model(
     block = "plain" if block is None else block
     _check("block", block, BLOCKS)
     _check("norm", norm, NORMS)
+    _check_norm_places(norm_places, norm, network)
     check_start(start)
     _check_arguments(stem, layer_args, kwargs)
     _check("act", act, (None, *ACTIVATIONS))
@@ -74,7 +77,7 @@ def create_model(
         model = network.build(**kwargs)
     if block == "se" and network.squeeze is not None:
         network.squeeze(model)
-    replace_norms_(model, norm)
+    replace_norms_(model, norm, ".*" if norm_places == "all" else network.norm_places[norm])
     if act is not None:
         replace_activations_(model, act)
     if block in LAYERS:
@@ -85,7 +88,7 @@ def create_model(
             insert_ce_(model, lambda _, site: site == network.stem, **{**pooled, **args})
     _remember(
         model, name, block=block, norm=norm, act=act, stem=stem, ce_position=ce_position,
-        start=start, layer_args=layer_args, **kwargs,
+        norm_places=norm_places, start=start, layer_args=layer_args, **kwargs,
     )  # fmt: skip
     return model
 
@@ -116,9 +119,18 @@ def _check(argument: str, value: Any, choices: Any) -> None:
 def _check_position(position: int | None, network: Network, block: str | None) -> None:
     if position is None:
         return
-    if "bn3" not in network.places or block not in LAYERS:
+    if not network.positions or block not in LAYERS:
         raise ValueError(
-            f"ce_position={position!r} is for CE in resnet50 and resnet101, whose blocks have "
-            "three convolutions"
+            f"ce_position={position!r} is for CE in the residual blocks of resnet18, resnet50 and "
+            "resnet101"
         )
-    _check("ce_position", position, (2, 3))
+    _check("ce_position", position, network.positions)
+
+
+def _check_norm_places(places: str, norm: str, network: Network) -> None:
+    _check("norm_places", places, ("all", "published"))
+    if places == "published" and norm not in network.norm_places:
+        raise ValueError(
+            "norm_places='published' is for norm='iternorm' and norm='sw' in resnet18, resnet50 "
+            "and resnet101"
+        )

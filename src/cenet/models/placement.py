@@ -1,7 +1,7 @@
 """Where the paper puts CE, network by network."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,6 +25,16 @@ class Network(NamedTuple):
     stem: str | None = None  # the norm of the stem, if CE goes there too
     squeeze: Callable[[nn.Module], None] | None = None  # puts squeeze-excite in, if not `build`
     input_size: int = 224
+    norm_places: Mapping[str, str] = {}  # by norm: the norms that its own authors replaced
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """Convolutions of a residual block that CE can follow; the last is where the paper has it.
+
+        The first of three is not among them.
+        """
+        found = re.search(r"bn(\d)", self.places)
+        return () if found is None or self.stem is None else (int(found[1]) - 1, int(found[1]))
 
     def is_place(self, name: str, position: int | None = None) -> bool:
         """Whether a block goes behind the norm of this name."""
@@ -64,17 +74,37 @@ def _squeeze_vgg(model: nn.Module) -> None:
             layers[i + 2] = nn.Sequential(layers[i + 2], SEModule(layer.out_channels))
 
 
+def _published(norm: str) -> dict[str, str]:
+    """Where IterNorm and switchable whitening stand in ResNets by their authors' own code.
+
+    IterNorm (github.com/huangleiBuaa/IterNorm-pytorch, ImageNet/models/resnet.py): the stem's norm
+    alone. Switchable whitening (github.com/XingangPan/Switchable-Whitening,
+    models/backbones/resnet.py): the stem's norm, and `norm` in every second block of the first
+    three stages. That makes 4, 7 and 15 places in ResNet-18, 50 and 101.
+    """
+    return {"iternorm": "bn1", "sw": rf"bn1|layer[123]\.\d*[13579]\.{norm}"}
+
+
 NETWORKS = {
     "resnet18": Network(
-        partial(_resnet, EquilibriumBasicBlock, (2, 2, 2, 2)), r"layer\d\.\d+\.bn2", "bn1"
+        partial(_resnet, EquilibriumBasicBlock, (2, 2, 2, 2)),
+        r"layer\d\.\d+\.bn2",
+        "bn1",
+        norm_places=_published("bn1"),
     ),
     # all blocks but those with 2048 channels
     "resnet50": Network(
-        partial(_resnet, EquilibriumBottleneck, (3, 4, 6, 3)), r"layer[123]\.\d+\.bn3", "bn1"
+        partial(_resnet, EquilibriumBottleneck, (3, 4, 6, 3)),
+        r"layer[123]\.\d+\.bn3",
+        "bn1",
+        norm_places=_published("bn2"),
     ),
     # the first seven blocks
     "resnet101": Network(
-        partial(_resnet, EquilibriumBottleneck, (3, 4, 23, 3)), r"layer[12]\.\d+\.bn3", "bn1"
+        partial(_resnet, EquilibriumBottleneck, (3, 4, 23, 3)),
+        r"layer[12]\.\d+\.bn3",
+        "bn1",
+        norm_places=_published("bn2"),
     ),
     # the norm of every depthwise convolution; the first block has no expansion before it
     "mobilenetv2_100": Network(

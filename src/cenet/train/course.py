@@ -4,7 +4,7 @@ A recipe says everything that moves a number. Where and on what it runs (folders
 is not in it.
 """
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from difflib import get_close_matches
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
@@ -111,6 +111,15 @@ class Course:
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in values.items()
+        }
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """The defaults of the fields that have one, as in `as_dict`."""
+        return {
+            field.name: list(field.default) if isinstance(field.default, tuple) else field.default
+            for field in fields(cls)
+            if field.default is not MISSING
         }
 
     @classmethod

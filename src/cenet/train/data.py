@@ -11,7 +11,7 @@ from cenet.train.decoding import decode
 from cenet.train.parquet import parquet_images
 from cenet.train.places import TEST, TRAIN, Part, check_place, find_part
 from cenet.train.reading import read_all
-from cenet.train.recipes import Recipe
+from cenet.train.recipes import Recipe, is_for_files
 from cenet.train.sources import SUFFIXES, Folder, Source
 from cenet.train.tar_shards import tar_images
 
@@ -96,7 +96,7 @@ def _load(recipe: Recipe, folder: Path | None) -> Split:
 
 
 def _is_resident(recipe: Recipe) -> bool:
-    return recipe.augment != "imagenet"
+    return not is_for_files(recipe.augment)
 
 
 def digits() -> Split:

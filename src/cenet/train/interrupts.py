@@ -1,10 +1,11 @@
 """SIGTERM and SIGINT: ask the run to save and stop; a second SIGINT stops it at once."""
 
+import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -68,8 +69,10 @@ def answered() -> Iterator[None]:
 
 def _leave(number: int, frame: FrameType | None) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # those who ask twice get the same answer
-    print("interrupted; the same command with --resume auto goes on", file=sys.stderr)
-    sys.exit(INTERRUPTED)
+    with suppress(RuntimeError, OSError):  # told in the middle of a line, or nobody reads
+        sys.stdout.flush()
+    os.write(2, b"interrupted; the same command with --resume auto goes on\n")
+    os._exit(INTERRUPTED)  # an exception may fall where nobody passes it on
 
 
 def ignore() -> None:

@@ -20,7 +20,7 @@ from cenet.train.decoding import decode
 from cenet.train.inputs import Inputs, Normalization
 from cenet.train.order import Item, Plan, Shard, epoch_order, seed_of
 from cenet.train.pipeline import Pipeline
-from cenet.train.recipes import Augment, Recipe
+from cenet.train.recipes import Augment, Recipe, is_for_files
 from cenet.train.views import PADDING, Viewing, shown
 from cenet.train.workers import loaded
 
@@ -65,7 +65,7 @@ class ResidentLoader:
         channels_last: bool,
     ) -> None:
         """Move the images to the device."""
-        if augment == "imagenet":
+        if is_for_files(augment):
             raise ValueError("images in memory can be cropped and flipped; use augment=crop_flip")
         self.shard, self.augment, self.seed, self.device = shard, augment, seed, device
         self.channels_last = channels_last

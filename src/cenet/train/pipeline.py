@@ -114,7 +114,7 @@ class _Files(Dataset[_File]):
         top, left, height, width = view.box
         if height * width > LARGE * size**2:
             image, (height, width) = shown_image(image, view, size), (size, size)
-            view = View((0, 0, size, size), (size, size))
+            view = View((0, 0, size, size), (size, size), colour=view.colour)
         else:
             image = image.crop((left, top, left + width, top + height))
             view = view._replace(box=(0, 0, height, width))
@@ -193,7 +193,8 @@ class Pipeline:
                 resized(self._decoded(group), [file.view for file in group], size)
                 for group in _groups(files)
             ]
-            images = self.finish(torch.cat(found) if len(found) > 1 else found[0])
+            images = torch.cat(found) if len(found) > 1 else found[0]
+            images = self.finish(_coloured(images, [file.view for file in files]))
             labels = self.data.labels[[file.number for file in files]].to(self.device)
             done = None if stream is None else stream.record_event()
         return _Ready(images, labels, done)
@@ -235,6 +236,14 @@ class Pipeline:
             for tensor in (ready.images, ready.labels):
                 tensor.record_stream(current)
         return ready.images, ready.labels
+
+
+def _coloured(images: Tensor, views: list[View]) -> Tensor:
+    """Images with the colours that their views move, in float32; as they are if none does."""
+    colours = [view.colour for view in views if view.colour is not None]
+    if not colours:
+        return images
+    return images.float() + torch.tensor(colours, device=images.device)[:, :, None, None]
 
 
 def _end(threads: ThreadPoolExecutor) -> None:

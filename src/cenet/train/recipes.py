@@ -9,7 +9,9 @@ Block = Literal["plain", "se", "bd", "ir", "ce"]
 Norm = Literal["bn", "gn", "in", "ln", "sn", "iternorm", "sw"]
 Act = Literal["default", "relu", "elu", "leaky_relu"]
 Dataset = Literal["imagenet", "cifar10", "digits"]
-Augment = Literal["none", "crop_flip", "imagenet"]
+Augment = Literal["none", "crop_flip", "imagenet", "imagenet_colour", "imagenet_colour_released"]
+NormPlaces = Literal["all", "published"]
+RD_RATIO = 0.25  # of the paper's gate
 
 
 @dataclass(frozen=True)
@@ -20,14 +22,21 @@ class Recipe(Course):
         network: resnet18, resnet50, resnet101, mobilenetv2_100, shufflenetv2_x0_5,
             shufflenetv2_x1_0, vgg16 or vgg6.
         block: what follows the norms of the paper's places.
-        norm: all norms of the network.
+        ce_position: which convolution of a residual block CE follows, in ResNets: 2 or 3 of a
+            bottleneck's three, 1 or 2 of a basic block's two. None is the last, as in the paper.
+        rd_ratio: hidden width of CE's gate, as a share of the channels.
+        norm: the norms of the network.
+        norm_places: all norms, or those that the published code of IterNorm and switchable
+            whitening replaces in ResNets; the others stay batch norms.
         act: all activations; default leaves the network's own.
         dataset: imagenet and cifar10 are folders you bring, digits is embedded.
         image_size: height and width.
         label_smoothing: of the loss.
         label_corruption: share of training images with a wrong label.
         mixup: α of mixup, 0 for none.
-        augment: of the training images.
+        augment: of the training images. none, crop_flip (padded by 4 pixels), imagenet (random
+            part, resized, and flip), the same with AlexNet's colour noise (imagenet_colour), or
+            with that noise as the paper's released code computes it (imagenet_colour_released).
         ema: decay of the averaged weights that are evaluated, 0 for none.
         sync_ce: statistics of norms and CE over all processes instead of each alone.
         accuracy: top-1 test accuracy that the recipe is known to reach, if it is.
@@ -35,7 +44,10 @@ class Recipe(Course):
 
     network: str
     block: Block = "ce"
+    ce_position: int | None = None
+    rd_ratio: float = RD_RATIO
     norm: Norm = "bn"
+    norm_places: NormPlaces = "all"
     act: Act = "default"
     dataset: Dataset = "imagenet"
     image_size: int = 224
@@ -55,6 +67,10 @@ class Recipe(Course):
         problems = super()._wrong_numbers()
         if self.mixup > 0 and self.batch_size % 2:
             problems.append(f"batch_size={self.batch_size} must be even, because mixup makes pairs")
+        if self.rd_ratio != RD_RATIO and self.block not in ("ce", "ir"):
+            problems.append(
+                f"rd_ratio={self.rd_ratio} is for the gate of ce and ir; {self.block} has none"
+            )
         return problems
 
     def ranges(self) -> Ranges:
@@ -65,6 +81,7 @@ class Recipe(Course):
             ("mixup", 0, INFINITY),
             ("label_smoothing ema", 0, 0.999999),
             ("label_corruption", 0, 1),
+            ("rd_ratio", 1e-6, 1),
         )
 
 
@@ -145,11 +162,48 @@ _ROWS: dict[str, dict[str, Any]] = {
         for suffix, block in (("", "plain"), ("_ce", "ce"))
     },
 }
+# rows of ResNets alone. Training as in the authors' released code (github.com/Tangshitao/CENet,
+# imagenet/train_imagenet.py and its only configuration) differs from Appendix E in three fields
+_RELEASED: dict[str, Any] = {
+    "warmup_epochs": 5.0, "label_smoothing": 0.1, "augment": "imagenet_colour_released",
+}  # fmt: skip
+_PUBLISHED: dict[str, Any] = {"block": "plain", "norm_places": "published"}
+_RESNET_ROWS: dict[str, Any] = {
+    "iternorm_first": {**_PUBLISHED, "norm": "iternorm"},
+    "released": _RELEASED,
+    "released_plain": {**_RELEASED, "block": "plain"},
+}
+# the number in sw_7 counts the norms that switchable whitening replaces. The gates of ce_small are
+# as narrow as it takes for the parameters of the same network with squeeze-excite
+_OWN_ROWS: dict[str, dict[str, Any]] = {
+    "resnet18": {
+        **_RESNET_ROWS,
+        "ce_conv1": {"ce_position": 1},
+        "ce_small": {"rd_ratio": 0.0625},
+        "sw_4": {**_PUBLISHED, "norm": "sw"},
+    },
+    "resnet50": {
+        **_RESNET_ROWS,
+        "ce2": {"ce_position": 2},
+        "ce_small": {"rd_ratio": 0.168},
+        "sw_7": {**_PUBLISHED, "norm": "sw"},
+    },
+    "resnet101": {
+        **_RESNET_ROWS,
+        "ce2": {"ce_position": 2},
+        "sw_15": {**_PUBLISHED, "norm": "sw"},
+    },
+}
 RECIPES = {
     f"{name}_{row}": replace(base, **changes)
     for name, base in _BASES.items()
-    for row, changes in _ROWS.items()
+    for row, changes in {**_ROWS, **_OWN_ROWS.get(name, {})}.items()
 }
+
+
+def is_for_files(augment: Augment) -> bool:
+    """Whether an augmentation shows a random part of an image, which files alone have."""
+    return augment.startswith("imagenet")
 
 
 def find_recipe(name: str) -> Recipe:

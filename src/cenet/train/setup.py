@@ -21,7 +21,7 @@ from cenet.nn import ce_layers, convert_sync_ce
 from cenet.ops import backend
 from cenet.train.course import Course
 from cenet.train.inputs import Inputs
-from cenet.train.recipes import Recipe
+from cenet.train.recipes import RD_RATIO, Recipe
 
 PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 # λ and α are never decayed
@@ -34,6 +34,9 @@ def build_network(recipe: Recipe, inputs: Inputs) -> nn.Module:
         recipe.network,
         None if recipe.block == "plain" else recipe.block,
         norm=recipe.norm,
+        norm_places=recipe.norm_places,
+        ce_position=recipe.ce_position,
+        layer_args=None if recipe.rd_ratio == RD_RATIO else {"rd_ratio": recipe.rd_ratio},
         act=None if recipe.act == "default" else recipe.act,
         num_classes=len(inputs.classes),
         in_chans=inputs.channels,

@@ -186,7 +186,9 @@ class RunState:
         return "\n".join([*said, f"resuming from {path.name}: {where}"])
 
     def _check_recipe(self, path: Path, facts: dict[str, Any]) -> None:
-        saved, own = facts.get("recipe", {}), self.recipe.as_dict()
+        own = self.recipe.as_dict()
+        # a field that an earlier version did not have yet was what it is by default
+        saved = {**self.recipe.defaults(), **facts.get("recipe", {})}
         changed = [
             f"{name} was {saved.get(name)!r} and is {own.get(name)!r}"
             for name in sorted({*saved, *own} - {"accuracy"})  # which moves no number
