@@ -87,6 +87,7 @@ LEVELS = [
             "train.narrator",
             "train.options",
             "train.weights",
+            "train.initial",
             "train.claims",
             "train.state",
             "train.loop",

@@ -18,6 +18,7 @@ from cenet.train.data import (
 )
 from cenet.train.decoding import read_image
 from cenet.train.inputs import inputs_of
+from cenet.train.recipes import family_and_row
 from cenet.train.setup import build_loss, build_network, build_optimizer, build_schedule
 
 
@@ -47,8 +48,21 @@ def test_appendix_e(network, epochs, batch, lr, decay, schedule, row):
 def test_every_recipe_says_how_to_be_built_and_goes_through_json():
     for recipe in RECIPES.values():
         assert Recipe.from_dict(recipe.as_dict()) == recipe
-    of_resnets = {"resnet18": 6, "resnet50": 6, "resnet101": 5}
-    assert len(RECIPES) == 8 * 19 + sum(of_resnets.values())
+    more = {"resnet18": 6, "resnet50": 6, "resnet101": 5, "tiny_resnet18": 4, "tiny_resnet50": 4}
+    assert len(RECIPES) == 13 * 19 + sum(more.values())
+    assert all(
+        "".join(f"{part}_" for part in family_and_row(name))[:-1] == name for name in RECIPES
+    )
+    assert family_and_row("tiny_resnet18_sw_4") == ("tiny_resnet18", "sw_4")
+
+
+def test_short_recipes_train_all_networks_alike():
+    own = {name: recipe for name, recipe in RECIPES.items() if name.startswith("tiny_")}
+    fields = ("epochs", "batch_size", "lr", "lr_batch", "weight_decay", "schedule", "augment")
+    assert len({tuple(getattr(r, field) for field in fields) for r in own.values()}) == 1
+    assert {r.network for r in own.values()} == {
+        recipe.network for recipe in RECIPES.values() if recipe.dataset == "imagenet"
+    } - {"resnet101"}
 
 
 def test_unknown_names_and_values_name_the_nearest():

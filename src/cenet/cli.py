@@ -220,11 +220,11 @@ def demo(out: Path = Path("runs/demo"), epochs: int = 15, seeds: int = 3) -> Non
 
 
 def recipes() -> None:
-    """List the recipes of `cenet train`: the paper's Appendix E, and digits for a CPU."""
-    from cenet.train.recipes import RECIPES
+    """List the recipes of `cenet train`: Appendix E, short ones, and digits for a CPU."""
+    from cenet.train.recipes import RECIPES, family_and_row
 
     table = Table(
-        title="NETWORK_ROW is a recipe; batch is per process, lr for a batch of that many images",
+        title="NETWORK_ROW is a recipe; batch is per process; lr / images of an update",
         box=SIMPLE_HEAD,
         collapse_padding=True,
         pad_edge=False,
@@ -234,12 +234,13 @@ def recipes() -> None:
         table.add_column(column, no_wrap=True)
     rows: dict[str, list[str]] = {}
     for name, recipe in RECIPES.items():
-        network = "digits" if recipe.dataset == "digits" else recipe.network
-        rows.setdefault(network, []).append(name.removeprefix(f"{network}_"))
-        if name == f"{network}_ce":
+        network, row = family_and_row(name)
+        rows.setdefault(network, []).append(row)
+        if row == "ce":
             table.add_row(
                 network, recipe.dataset, str(recipe.epochs), str(recipe.batch_size),
-                f"{recipe.lr} for {recipe.lr_batch}", recipe.schedule, f"{recipe.weight_decay:g}",
+                f"{recipe.lr}/{recipe.lr_batch}", recipe.schedule,
+                f"{recipe.weight_decay:.0e}".replace("e-0", "e-"),
             )  # fmt: skip
     console = Console()
     console.print(table)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from cenet.analysis.monitor import Monitor
 from cenet.train.data import Encoded, Split, digest
 from cenet.train.evaluation import Tester
 from cenet.train.graphs import EAGER_CALLS, EAGER_CALLS_DISTRIBUTED, Graphed, problem
+from cenet.train.initial import Initial, load_initial_
 from cenet.train.inputs import Inputs, inputs_of
 from cenet.train.loaders import training_loader
 from cenet.train.loop import Batch, Loop
@@ -36,15 +38,30 @@ class Trainer(Loop):
     recipe: Recipe
     options: Options
 
-    def __init__(self, recipe: Recipe, data: Split, options: Options, processes: Processes) -> None:
-        """Build everything, on the device of this process."""
+    def __init__(
+        self,
+        recipe: Recipe,
+        data: Split,
+        options: Options,
+        processes: Processes,
+        weights: Path | None = None,
+    ) -> None:
+        """Build everything, on the device of this process.
+
+        Args:
+            recipe: what to train and how.
+            data: images.
+            options: where and how it runs.
+            processes: this one among its fellows.
+            weights: to begin with; see `load_initial_`.
+        """
         device = processes.device
         if options.cuda_graphs and (found := problem(recipe, device, processes.world)):
             raise ValueError(found)
         with ThreadPoolExecutor(1) as beside:
             digested = beside.submit(digest, data)
             inputs = inputs_of(data.train, device)
-            network = _network(recipe, inputs, device)
+            network, self.initial = _network(recipe, inputs, device, weights)
         layout = torch.channels_last if options.channels_last else torch.contiguous_format
         super().__init__(
             recipe, network.to(memory_format=layout), inputs, options, processes,
@@ -104,7 +121,8 @@ class Trainer(Loop):
 
     def facts(self) -> dict[str, Any]:
         """See `Loop`."""
-        return {"decoding": self.loader.decoding}
+        initial = None if self.initial is None else self.initial._asdict()
+        return {"decoding": self.loader.decoding, "initial": initial}
 
     def release(self) -> None:
         """See `Loop`."""
@@ -168,10 +186,15 @@ class Trainer(Loop):
         return f"test loss {row['test_loss']:.4f}, top-1 {row['test_top1']:.2%}"
 
 
-def _network(recipe: Recipe, inputs: Inputs, device: torch.device) -> nn.Module:
-    """The network at the beginning of a run."""
+def _network(
+    recipe: Recipe, inputs: Inputs, device: torch.device, weights: Path | None
+) -> tuple[nn.Module, Initial | None]:
+    """The network at the beginning of a run, and what it begins with if not at random."""
     snapshot.seed_everything(seed_of("weights", recipe.seed))
     network = build_network(recipe, inputs)
     check_size(network, recipe, inputs)
+    initial = None
+    if weights is not None:
+        initial = load_initial_(network, weights, len(inputs.classes))
     network = network.to(device)
-    return synchronized(network, device) if recipe.sync_ce else network
+    return synchronized(network, device) if recipe.sync_ce else network, initial

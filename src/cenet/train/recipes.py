@@ -8,8 +8,9 @@ from cenet.train.course import INFINITY, RANGES, Course, Ranges, nearest
 Block = Literal["plain", "se", "bd", "ir", "ce"]
 Norm = Literal["bn", "gn", "in", "ln", "sn", "iternorm", "sw"]
 Act = Literal["default", "relu", "elu", "leaky_relu"]
-Dataset = Literal["imagenet", "cifar10", "digits"]
+Dataset = Literal["imagenet", "tinyimagenet", "cifar10", "digits"]
 Augment = Literal["none", "crop_flip", "imagenet", "imagenet_colour", "imagenet_colour_released"]
+CEStart = Literal["paper", "identity"]
 NormPlaces = Literal["all", "published"]
 RD_RATIO = 0.25  # of the paper's gate
 
@@ -25,11 +26,13 @@ class Recipe(Course):
         ce_position: which convolution of a residual block CE follows, in ResNets: 2 or 3 of a
             bottleneck's three, 1 or 2 of a basic block's two. None is the last, as in the paper.
         rd_ratio: hidden width of CE's gate, as a share of the channels.
+        ce_start: identity lets CE change nothing at first, for a network that begins with trained
+            weights (--weights); paper begins as the paper does.
         norm: the norms of the network.
         norm_places: all norms, or those that the published code of IterNorm and switchable
             whitening replaces in ResNets; the others stay batch norms.
         act: all activations; default leaves the network's own.
-        dataset: imagenet and cifar10 are folders you bring, digits is embedded.
+        dataset: imagenet, tinyimagenet and cifar10 are folders you bring, digits is embedded.
         image_size: height and width.
         label_smoothing: of the loss.
         label_corruption: share of training images with a wrong label.
@@ -46,6 +49,7 @@ class Recipe(Course):
     block: Block = "ce"
     ce_position: int | None = None
     rd_ratio: float = RD_RATIO
+    ce_start: CEStart = "paper"
     norm: Norm = "bn"
     norm_places: NormPlaces = "all"
     act: Act = "default"
@@ -71,6 +75,8 @@ class Recipe(Course):
             problems.append(
                 f"rd_ratio={self.rd_ratio} is for the gate of ce and ir; {self.block} has none"
             )
+        if self.ce_start != "paper" and self.block not in ("ce", "bd", "ir"):
+            problems.append(f"ce_start={self.ce_start} is for CE; block={self.block} has none")
         return problems
 
     def ranges(self) -> Ranges:
@@ -124,6 +130,18 @@ _VGG = Recipe(
     warmup_epochs=5.0,
     augment="crop_flip",
 )
+# ours, of no paper: short, and the same for all networks. Of Tiny ImageNet or a part of it
+_TINY = Recipe(
+    "resnet50",
+    dataset="tinyimagenet",
+    image_size=64,
+    epochs=24,
+    batch_size=256,
+    weight_decay=5e-4,
+    schedule="cosine",
+    warmup_epochs=2.0,
+    augment="crop_flip",
+)
 _DIGITS = Recipe(
     "vgg6",
     dataset="digits",
@@ -146,8 +164,14 @@ _BASES = {
     "shufflenetv2_x0_5": replace(_SHUFFLENET, network="shufflenetv2_x0_5"),
     "shufflenetv2_x1_0": _SHUFFLENET,
     "vgg16": _VGG,
+    **{
+        f"tiny_{network}": replace(_TINY, network=network)
+        for network in (
+            "resnet18", "resnet50", "mobilenetv2_100", "shufflenetv2_x0_5", "shufflenetv2_x1_0"
+        )
+    },
     "digits": _DIGITS,
-}
+}  # fmt: skip
 # the rows a network is compared with
 _ROWS: dict[str, dict[str, Any]] = {
     **{block: {"block": block} for block in get_args(Block)},
@@ -162,14 +186,15 @@ _ROWS: dict[str, dict[str, Any]] = {
         for suffix, block in (("", "plain"), ("_ce", "ce"))
     },
 }
-# rows of ResNets alone. Training as in the authors' released code (github.com/Tangshitao/CENet,
-# imagenet/train_imagenet.py and its only configuration) differs from Appendix E in three fields
+# rows of ResNets alone; those of the released code on ImageNet alone. Training in that code
+# (github.com/Tangshitao/CENet, imagenet/train_imagenet.py and its only configuration) differs from
+# Appendix E in three fields
 _RELEASED: dict[str, Any] = {
     "warmup_epochs": 5.0, "label_smoothing": 0.1, "augment": "imagenet_colour_released",
 }  # fmt: skip
 _PUBLISHED: dict[str, Any] = {"block": "plain", "norm_places": "published"}
-_RESNET_ROWS: dict[str, Any] = {
-    "iternorm_first": {**_PUBLISHED, "norm": "iternorm"},
+_RESNET_ROWS: dict[str, Any] = {"iternorm_first": {**_PUBLISHED, "norm": "iternorm"}}
+_RELEASED_ROWS: dict[str, Any] = {
     "released": _RELEASED,
     "released_plain": {**_RELEASED, "block": "plain"},
 }
@@ -194,11 +219,25 @@ _OWN_ROWS: dict[str, dict[str, Any]] = {
         "sw_15": {**_PUBLISHED, "norm": "sw"},
     },
 }
+
+
+def _rows(family: str, base: Recipe) -> dict[str, dict[str, Any]]:
+    own = _OWN_ROWS.get(base.network, {})
+    is_released = family.startswith("resnet")
+    return {**_ROWS, **own, **(_RELEASED_ROWS if is_released else {})}
+
+
 RECIPES = {
-    f"{name}_{row}": replace(base, **changes)
-    for name, base in _BASES.items()
-    for row, changes in {**_ROWS, **_OWN_ROWS.get(name, {})}.items()
+    f"{family}_{row}": replace(base, **changes)
+    for family, base in _BASES.items()
+    for row, changes in _rows(family, base).items()
 }
+
+
+def family_and_row(name: str) -> tuple[str, str]:
+    """The two parts of a recipe's name: tiny_resnet50_gn_ce -> tiny_resnet50, gn_ce."""
+    family = max((base for base in _BASES if name.startswith(f"{base}_")), key=len)
+    return family, name.removeprefix(f"{family}_")
 
 
 def is_for_files(augment: Augment) -> bool:

@@ -37,12 +37,16 @@ class Job:
         data: folder of the images: train/CLASS/* and test/CLASS/* (or val), train-*.tar and
             test-*.tar of WebDataset, train-*.parquet and test-*.parquet of the Hugging Face hub,
             or CIFAR-10 as torchvision stores it. Digits need none.
+        weights: to begin with instead of random ones: the folder of a finished run, or a
+            .safetensors or .pth file. CE may be missing in it, and its classes may be others. A run
+            that is resumed goes on from its own checkpoint.
         device: cpu, cuda, or auto for cuda where there is one.
     """
 
     recipe: Recipe
     options: Options = field(default_factory=lambda: Options(Path("runs/run")))
     data: Path | None = None
+    weights: Path | None = None
     device: Device = "auto"
 
 
@@ -69,7 +73,11 @@ def train(job: Job, clock: Clock | None = None) -> dict[str, Any]:
             clock.enter(DATA)
             data = reading.result()
         clock.enter(NETWORK)
-        return Trainer(job.recipe, data, job.options, own)
+        goes_on = job.options.resume == "auto" and saving.checkpoints(job.options.out)
+        trainer = Trainer(job.recipe, data, job.options, own, None if goes_on else job.weights)
+        if trainer.initial is not None and own.is_first:
+            print(trainer.initial)
+        return trainer
 
     if job.options.threads is None and job.recipe.image_size < SMALL:
         torch.set_num_threads(1)

@@ -36,6 +36,7 @@ def build_network(recipe: Recipe, inputs: Inputs) -> nn.Module:
         norm=recipe.norm,
         norm_places=recipe.norm_places,
         ce_position=recipe.ce_position,
+        start=recipe.ce_start,
         layer_args=None if recipe.rd_ratio == RD_RATIO else {"rd_ratio": recipe.rd_ratio},
         act=None if recipe.act == "default" else recipe.act,
         num_classes=len(inputs.classes),
