@@ -163,7 +163,8 @@ def train(chosen: dict[str, Result], arguments: argparse.Namespace) -> None:
             index, count = arguments.task
             found = [run for run in found if crc32(run.name.encode()) % count == index]
         known = names(settings.results)
-        lacking = Counter(settings.lacks(run) for run in found if run.name not in known)
+        coming = {run for run in found if run.name not in known}
+        lacking = Counter(settings.lacks(run) for run in coming if run.begins_with not in coming)
         for what, count in lacking.items():
             if what is not None and what not in said:
                 said.add(what)

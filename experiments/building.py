@@ -52,6 +52,14 @@ def page_with(text: str, made: dict[str, Built]) -> str:
         picture = ""
         if made[name].figure is not None:
             picture = f"\n![{name}](figures/results/{name}.svg)\n"
-        return f"{start}{markdown(made[name].table)}\n{picture}{end}"
+        return f"{start}{_shown(name, made[name].table)}\n{picture}{end}"
 
     return BLOCK.sub(block, text)
+
+
+def _shown(name: str, table: list[dict[str, str]]) -> str:
+    """The table, or a line if it has no number, not even of the paper."""
+    has_numbers = any("not run" not in row.values() for row in table)
+    if has_numbers or any("paper" in column for row in table for column in row):
+        return markdown(table)
+    return f"Not run yet; `python -m experiments list {name}` says what it takes."

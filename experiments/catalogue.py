@@ -1,13 +1,20 @@
 """Every figure and table of the paper that is made of training runs, in its order, and ours."""
 
+from collections.abc import Sequence
+
 from experiments.accuracy import Line, accuracy_table
 from experiments.detection import Line as Detection
 from experiments.detection import detection_table
 from experiments.figures import ablation, bars, curves, sweep
+from experiments.inference import Line as Cost
+from experiments.inference import inference_table
 from experiments.lasting_result import lasting
 from experiments.measures_table import measures
 from experiments.result import Result
+from experiments.selection import Grid, selected_table
 from experiments.special import betas, correlation, label_corruption
+from experiments.speed import learning_speed
+from experiments.transfer import transfer
 
 VGG_SEEDS = 5
 # of runs that several results share
@@ -60,6 +67,30 @@ PAPER: tuple[Result, ...] = (
             Line("ShuffleNetV2 1×", "plain", "shufflenetv2_x1_0_plain", 69.0, 88.6),
             Line("ShuffleNetV2 1×", "SE", "shufflenetv2_x1_0_se", 70.7, 89.6),
             Line("ShuffleNetV2 1×", "CE", "shufflenetv2_x1_0_ce", 71.2, 89.8),
+        ),
+    ),
+    inference_table(
+        "table_cost", "Tables 1 and 2: cost of inference, 32 images of 224×224",
+        "CE costs as much as SE, and hardly more than the plain network",
+        (
+            Cost("ResNet-18", "resnet18", "plain", 1.82, 3.69, 0.003),
+            Cost("ResNet-18", "resnet18", "se", 1.82, 3.69, 0.005),
+            Cost("ResNet-18", "resnet18", "ce", 1.83, 4.13, 0.006),
+            Cost("ResNet-50", "resnet50", "plain", 4.14, 8.61, 0.005),
+            Cost("ResNet-50", "resnet50", "se", 4.15, 11.08, 0.010),
+            Cost("ResNet-50", "resnet50", "ce", 4.16, 11.06, 0.009),
+            Cost("ResNet-101", "resnet101", "plain", 7.87, 15.58, 0.011),
+            Cost("ResNet-101", "resnet101", "se", 7.88, 19.34, 0.040),
+            Cost("ResNet-101", "resnet101", "ce", 7.89, 17.05, 0.015),
+            Cost("MobileNetV2", "mobilenetv2_100", "plain", 0.33),
+            Cost("MobileNetV2", "mobilenetv2_100", "se", 0.33),
+            Cost("MobileNetV2", "mobilenetv2_100", "ce", 0.33),
+            Cost("ShuffleNetV2 0.5×", "shufflenetv2_x0_5", "plain", 0.05),
+            Cost("ShuffleNetV2 0.5×", "shufflenetv2_x0_5", "se", 0.05),
+            Cost("ShuffleNetV2 0.5×", "shufflenetv2_x0_5", "ce", 0.05),
+            Cost("ShuffleNetV2 1×", "shufflenetv2_x1_0", "plain", 0.15),
+            Cost("ShuffleNetV2 1×", "shufflenetv2_x1_0", "se", 0.15),
+            Cost("ShuffleNetV2 1×", "shufflenetv2_x1_0", "ce", 0.16),
         ),
     ),
     curves(
@@ -135,14 +166,28 @@ PAPER: tuple[Result, ...] = (
     ),
     accuracy_table(
         "table_decorrelation", "Table comparewithsw: other norms that decorrelate, ImageNet",
-        "CE is more accurate than IterNorm and switchable whitening",
+        "CE is more accurate than IterNorm and switchable whitening (where they are, the paper "
+        "does not say: in the places of their own papers, and everywhere)",
         (
-            Line("ResNet-50", "IterNorm", "resnet50_iternorm", 77.1),
-            Line("ResNet-50", "SW", "resnet50_sw", 77.9),
+            Line("ResNet-50", "IterNorm, first norm", "resnet50_iternorm_first", 77.1),
+            Line("ResNet-50", "IterNorm, all norms", "resnet50_iternorm", 77.1),
+            Line("ResNet-50", "SW, 7 norms", "resnet50_sw_7", 77.9),
+            Line("ResNet-50", "SW, all norms", "resnet50_sw", 77.9),
             Line("ResNet-50", "CE", "resnet50_ce", 78.3),
-            Line("ResNet-18", "IterNorm", "resnet18_iternorm", 71.1),
-            Line("ResNet-18", "SW", "resnet18_sw", 71.6),
+            Line("ResNet-18", "IterNorm, first norm", "resnet18_iternorm_first", 71.1),
+            Line("ResNet-18", "IterNorm, all norms", "resnet18_iternorm", 71.1),
+            Line("ResNet-18", "SW, 4 norms", "resnet18_sw_4", 71.6),
+            Line("ResNet-18", "SW, all norms", "resnet18_sw", 71.6),
             Line("ResNet-18", "CE", "resnet18_ce", 71.9),
+        ),
+    ),
+    accuracy_table(
+        "table_position", "Table integrationstra: which norm of a block CE follows, ImageNet",
+        "CE behind the third norm of a block, with four times the channels, gains 0.4 over CE "
+        "behind the second",
+        (
+            Line("ResNet-50", "CE behind the second", "resnet50_ce2", 77.9),
+            Line("ResNet-50", "CE behind the third", "resnet50_ce", 78.3),
         ),
     ),
     ablation(
@@ -157,6 +202,34 @@ PAPER: tuple[Result, ...] = (
         (("BN+ReLU", "resnet50_plain"), ("SN+ReLU", "resnet50_sn"), ("BN+CE+ReLU", "resnet50_ce")),
     ),
 )  # fmt: skip
+
+BLOCKS = (("plain", "plain"), ("SE", "se"), ("CE", "ce"))
+RESNETS = (("ResNet-18", "tiny_resnet18"), ("ResNet-50", "tiny_resnet50"))
+SMALL = (
+    ("MobileNetV2", "tiny_mobilenetv2_100"),
+    ("ShuffleNetV2 0.5×", "tiny_shufflenetv2_x0_5"),
+    ("ShuffleNetV2 1×", "tiny_shufflenetv2_x1_0"),
+)
+# what is added to batch norm
+BRANCHES = (("plain", "plain"), ("SE", "se"), ("BD", "bd"), ("IR", "ir"), ("CE", "ce"))
+OTHERS = (
+    ("CE, with SE's parameters", "ce_small"), ("CE behind the first norm", "ce_conv1"),
+    ("IterNorm, first norm", "iternorm_first"), ("IterNorm, all norms", "iternorm"),
+    ("SW, 4 norms", "sw_4"), ("SW, all norms", "sw"), ("SN", "sn"),
+)  # fmt: skip
+OTHER_NORMS = ("gn", "in", "ln")
+RATES = ("lr", (0.05, 0.1, 0.2))
+GRID = Grid((RATES, ("weight_decay", (1e-4, 5e-4))))
+RATES_ALONE = Grid((RATES,))
+
+
+def _lines(networks: Sequence[tuple[str, str]], rows: Sequence[tuple[str, str]]) -> list[Line]:
+    return [
+        Line(network, label, f"{family}_{row}")
+        for network, family in networks
+        for label, row in rows
+    ]
+
 
 OURS: tuple[Result, ...] = (
     measures(
@@ -178,6 +251,38 @@ OURS: tuple[Result, ...] = (
                 "inhibited channels: mean activation < 0.01, the paper's figure, first six layers",
             "inhibited": "the same, all layers",
         },
+    ),
+    selected_table(
+        "tiny_resnets", "ResNets, Tiny ImageNet-100 (first 100 wnids)",
+        "is CE more accurate than the plain network and than SE, each at its best settings?",
+        _lines(RESNETS, BLOCKS), GRID, 5,
+    ),
+    selected_table(
+        "tiny_small", "Small networks, Tiny ImageNet-100 (first 100 wnids)",
+        "the same for networks of few multiply-adds", _lines(SMALL, BLOCKS), GRID, 3,
+    ),
+    selected_table(
+        "tiny_variants", "ResNet-18 with what the paper compares, Tiny ImageNet-100",
+        "which part of CE matters, where, and behind which norm?",
+        [
+            *_lines(RESNETS[:1], (*BRANCHES, *OTHERS)),
+            *(
+                Line(f"ResNet-18, {norm.upper()}", label, f"tiny_resnet18_{norm}{suffix}")
+                for norm in OTHER_NORMS
+                for label, suffix in (("plain", ""), ("CE", "_ce"))
+            ),
+        ],
+        RATES_ALONE, 3,
+    ),
+    learning_speed(
+        "learning_speed", "Updates until a network is where the plain one ends, Tiny ImageNet-100",
+        "does CE learn faster, each network at its best learning rate?",
+        _lines(RESNETS[:1], BRANCHES), RATES_ALONE, 3,
+    ),
+    transfer(
+        "transfer", "CE in a trained network: ResNet-18, Tiny ImageNet-100, 8 more epochs",
+        "does a trained network gain more from further training if it gets CE as an identity?",
+        "tiny_resnet18", 3,
     ),
     lasting(
         "lasting", "Learning that lasts: VGG-16, 10,000 images of CIFAR-10 (JPEG copy)",

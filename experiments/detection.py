@@ -27,7 +27,7 @@ class Line(NamedTuple):
 def detection_table(name: str, title: str, claim: str, lines: tuple[Line, ...]) -> Result:
     """AP of boxes and masks beside the paper's."""
     found = tuple(
-        (line, DetectorRun(line.recipe, classifier=Run(line.classifier))) for line in lines
+        (line, DetectorRun(line.recipe, begins_with=Run(line.classifier))) for line in lines
     )
     needs = tuple(run for line, run in found)
     return Result(name, title, claim, needs, partial(_build, found))

@@ -16,6 +16,7 @@ import argparse
 import csv
 import json
 import os
+import sys
 import time
 from copy import deepcopy
 from dataclasses import asdict, dataclass
@@ -36,6 +37,7 @@ from cenet.train.graphs import Graphed
 from cenet.train.inputs import inputs_of
 from cenet.train.order import seed_of
 from cenet.train.processes import start
+from cenet.train.setup import UNDECAYED
 
 LOOKED_AT = 512  # images, by the measures of channels
 TASKS, ABOUT = "tasks.csv", "lasting.json"
@@ -89,9 +91,14 @@ class Learner:
             num_classes=self.classes, in_chans=self.images.shape[1],
         )  # fmt: skip
         self.network: nn.Module = made.to(device).to(memory_format=torch.channels_last)
+        parameters: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for name, parameter in self.network.named_parameters():
+            parameters[name.rpartition(".")[2] not in UNDECAYED].append(parameter)
         self.optimizer = torch.optim.SGD(
-            self.network.parameters(), course.lr, course.momentum, weight_decay=course.weight_decay
-        )
+            [{"params": parameters[True], "weight_decay": course.weight_decay},
+             {"params": parameters[False], "weight_decay": 0.0}],
+            course.lr, course.momentum,
+        )  # fmt: skip
         if device.type == "cpu" and self.images.shape[-1] < SMALL:
             torch.set_num_threads(1)  # several would spend their time waiting for each other
         self.sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, right answers
@@ -161,8 +168,8 @@ def learn_all(course: Course, data: Resident, device: torch.device, out: Path) -
     return rows
 
 
-def main() -> None:
-    """What the command line asks for."""
+def parse(arguments: list[str]) -> tuple[Course, argparse.Namespace]:
+    """The command line; errors end the program."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments.lasting", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -176,19 +183,25 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="CIFAR-10 as image folders; digits without")
     parser.add_argument("--out", type=Path, default=Path("runs/lasting"))
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    found = parser.parse_args()
+    found = parser.parse_args(arguments)
     values = {name: getattr(found, name) for name in asdict(base)}
     for name in ("tasks", "epochs", "images", "batch"):
         if values[name] < 1:
             parser.error(f"--{name} {values[name]} must be at least 1")
+    return Course(**values), found
+
+
+def main() -> None:
+    """What the command line asks for."""
+    course, found = parse(sys.argv[1:])
     if found.data is None:
         data = digits().train
     else:
         split = image_folders(found.data, RECIPES["vgg16_ce"].image_size, resident=True)
         if not isinstance(split.train, Resident):
-            parser.error(f"--data {found.data} must hold images of 32×32")
+            sys.exit(f"--data {found.data} must hold images of 32×32")
         data = split.train
-    learn_all(Course(**values), data, start(found.device).device, found.out)
+    learn_all(course, data, start(found.device).device, found.out)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 from cenet.detection.recipes import RECIPES as DETECTORS
 from cenet.train import RECIPES
 from cenet.train.course import Course
-from cenet.train.recipes import NETWORK_NAMES
 from cenet.train.weights import WEIGHTS
 from experiments.lasting import ABOUT
 from experiments.lasting import Course as Tasks
@@ -36,6 +35,7 @@ class Run:
         seed: of the run.
         changes: fields of the recipe and their values.
         watched: look at the channels while it trains, which CUDA graphs do not allow.
+        begins_with: the run whose weights it begins with; None for random ones.
     """
 
     module: ClassVar[str] = "cenet"
@@ -43,19 +43,28 @@ class Run:
     recipes: ClassVar[Mapping[str, Course]] = RECIPES
     prefix: ClassVar[str] = ""
     finished_by: ClassVar[str] = WEIGHTS  # the file that is written last
-    is_diagnosed: ClassVar[bool] = True
+    weights_option: ClassVar[str] = "--weights"
+    begun: ClassVar[str] = "finetuned"  # in the names of runs that begin with weights
 
     recipe: str
     seed: int = 0
     changes: tuple[tuple[str, Any], ...] = ()
     watched: bool = False
+    begins_with: "Run | None" = None
 
     @property
     def name(self) -> str:
         """Of its folder and of its rows."""
         changed = [f"{field}={value}" for field, value in self.changes]
-        watched = ["watched"] if self.watched else []
-        return "-".join([self.prefix + self.recipe, *changed, *watched, f"seed{self.seed}"])
+        watched = "watched" if self.watched else ""
+        begun = "" if self.begins_with is None else self.begun
+        parts = [self.prefix + self.recipe, *changed, watched, begun, f"seed{self.seed}"]
+        return "-".join(filter(None, parts))
+
+    @property
+    def is_diagnosed(self) -> bool:
+        """Whether its channels are measured in the end: not if it only chooses settings."""
+        return not self.made.holdout
 
     @property
     def made(self) -> Any:
@@ -103,25 +112,32 @@ class Run:
 
     def smoke(self) -> "Run":
         """The same row on digits, for one epoch: it shows nothing but that everything works."""
-        row = self.recipe.removeprefix(_network_of(self.recipe)).lstrip("_")
+        wanted = RECIPES[self.recipe]
+        recipe = next(
+            name
+            for name, other in RECIPES.items()
+            if other.dataset == "digits"
+            and (other.block, other.norm, other.act) == (wanted.block, wanted.norm, wanted.act)
+        )
         kept = [change for change in self.changes if change[0] not in dict(SMOKE)]
-        return replace(self, recipe=f"digits_{row}", changes=(*kept, *SMOKE))
+        begins_with = None if self.begins_with is None else self.begins_with.smoke()
+        return replace(self, recipe=recipe, changes=(*kept, *SMOKE), begins_with=begins_with)
 
 
 @dataclass(frozen=True)
 class DetectorRun(Run):
-    """One run of `cenet detect train`.
-
-    Attributes:
-        classifier: the run whose weights the backbone starts from.
-    """
+    """One run of `cenet detect train`; what it begins with are the weights of its backbone."""
 
     command: ClassVar[tuple[str, ...]] = ("detect", "train")
     recipes: ClassVar[Mapping[str, Course]] = DETECTORS
     prefix: ClassVar[str] = "detect_"
-    is_diagnosed: ClassVar[bool] = False
+    begun: ClassVar[str] = ""
+    weights_option: ClassVar[str] = "--checkpoint"
 
-    classifier: Run | None = None
+    @property
+    def is_diagnosed(self) -> bool:
+        """See `Run`."""
+        return False
 
     def options(self, *, on_gpu: bool) -> list[str]:
         """See `Run`."""
@@ -144,7 +160,11 @@ class LastingRun(Run):
     module: ClassVar[str] = "experiments.lasting"
     prefix: ClassVar[str] = "lasting_"
     finished_by: ClassVar[str] = ABOUT
-    is_diagnosed: ClassVar[bool] = False
+
+    @property
+    def is_diagnosed(self) -> bool:
+        """See `Run`."""
+        return False
 
     @property
     def made(self) -> Tasks:
@@ -187,9 +207,3 @@ def runs(recipe: str, seeds: int = 1, *, watched: bool = False, **changes: Any) 
     base = RECIPES[recipe]
     changes = {name: value for name, value in changes.items() if value != getattr(base, name)}
     return [Run(recipe, seed, tuple(changes.items()), watched) for seed in range(seeds)]
-
-
-def _network_of(recipe: str) -> str:
-    """The first part of a recipe's name: tiny_resnet50_gn_ce -> tiny_resnet50."""
-    prefixes = [f"{kind}{network}" for kind in ("", "tiny_") for network in NETWORK_NAMES]
-    return max((name for name in prefixes if recipe.startswith(f"{name}_")), key=len)

@@ -15,7 +15,7 @@ from cenet.analysis.command import FILE
 from cenet.train.logbook import METRICS, read_metrics
 from cenet.train.weights import WEIGHTS
 from experiments.collecting import collect
-from experiments.runs import DetectorRun, Run
+from experiments.runs import Run
 from experiments.tables import RESULTS, add, names
 
 EMBEDDED = ("digits", "shapes")
@@ -64,9 +64,9 @@ class Settings:
         dataset = run.dataset
         if dataset not in EMBEDDED and dataset not in self.data:
             return f"{dataset} (--data {dataset}=FOLDER)"
-        classifier = run.classifier if isinstance(run, DetectorRun) else None
-        if classifier is not None and not self._weights(classifier).is_file():
-            return f"file of the weights of {classifier.name} ({self._weights(classifier)})"
+        first = run.begins_with
+        if first is not None and not self._weights(first).is_file():
+            return f"file of the weights of {first.name} ({self._weights(first)})"
         return None
 
     def _weights(self, run: Run) -> Path:
@@ -76,8 +76,8 @@ class Settings:
         """The command that trains a run, or goes on with it."""
         command = [*run.arguments, *self._data(run), "--device", self.device]
         command += ["--out", str(self.folder(run)), *run.options(on_gpu=self.on_gpu)]
-        if isinstance(run, DetectorRun) and run.classifier is not None:
-            command += ["--checkpoint", str(self._weights(run.classifier))]
+        if run.begins_with is not None:
+            command += [run.weights_option, str(self._weights(run.begins_with))]
         return [*command, *(self.options if run.module == "cenet" else ())]
 
     def diagnosing(self, run: Run) -> list[str]:

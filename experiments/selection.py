@@ -4,7 +4,7 @@ Settings are chosen on training images that are held out, by one run each; the r
 then train on all training images, and the test images are looked at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -46,16 +46,32 @@ class Grid:
         best = max(range(len(found)), key=lambda i: found[i][0])
         return self.settings[best]
 
+    def cells(self, recipe: str, rows: Rows) -> dict[str, str]:
+        """The chosen values, for a table."""
+        setting = dict(self.chosen(recipe, rows) or ())
+        names = {"lr": "learning rate"}
+        return {
+            names.get(name, name.replace("_", " ")):
+                f"{setting[name]:g}" if setting else "not chosen"
+            for name, _ in self.fields
+        }  # fmt: skip
+
+
+def selection(
+    name: str, title: str, claim: str, lines: Sequence[Line], grid: Grid, seeds: int,
+    build: Callable[[Rows], Built],
+) -> Result:  # fmt: skip
+    """What is built of runs whose settings the trials of a grid choose."""
+    trials = tuple(run for line in lines for run in grid.trials(line.recipe))
+    then = partial(_finals, lines, grid, seeds)
+    return Result(name, title, claim, trials, build, then=then, later=seeds * len(lines))
+
 
 def selected_table(
     name: str, title: str, claim: str, lines: Sequence[Line], grid: Grid, seeds: int
 ) -> Result:
     """Accuracies over seeds, each network with its own settings of the grid."""
-    trials = tuple(run for line in lines for run in grid.trials(line.recipe))
-    return Result(
-        name, title, claim, trials, partial(_build, lines, grid, seeds),
-        then=partial(_finals, lines, grid, seeds), later=seeds * len(lines),
-    )  # fmt: skip
+    return selection(name, title, claim, lines, grid, seeds, partial(_build, lines, grid, seeds))
 
 
 def finals(recipe: str, grid: Grid, seeds: int, rows: Rows) -> list[Run]:
@@ -76,11 +92,7 @@ def _build(lines: Sequence[Line], grid: Grid, seeds: int, rows: Rows) -> Built:
         first = firsts.setdefault(line.network, own)
         there = [run for run in own if rows.of(run)]
         cells = {"network": line.network, "": line.label}
-        setting = grid.chosen(line.recipe, rows)
-        for field, _ in grid.fields:
-            text = "not chosen" if setting is None else f"{dict(setting)[field]:g}"
-            cells[field.replace("_", " ")] = text
-        cells["n"] = str(len(there))
+        cells |= {**grid.cells(line.recipe, rows), "n": str(len(there))}
         for column, text, factor, unit in (
             ("top1", "top-1", 100, "%"), ("top5", "top-5", 100, "%"),
             ("train_loss", "training loss", 1, ""), ("test_loss", "test loss", 1, ""),

@@ -6,17 +6,24 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 from experiments import building, costs, drawing, tables, uncertainty
-from experiments.catalogue import RESULTS
+from experiments.catalogue import GRID, RESULTS
+from experiments.lasting import parse as parse_tasks
+from experiments.lasting_result import CASES
 from experiments.result import Result, Rows
-from experiments.runs import LOOK_EVERY, DetectorRun, Run, runs
+from experiments.runs import LOOK_EVERY, DetectorRun, LastingRun, Run, runs
 from experiments.scheduling import Settings, state
+from experiments.selection import finals
+from experiments.speed import epochs_until
+from experiments.tables import names
 from scipy import stats
 
 from cenet.detection.command import parse as parse_detector
+from cenet.models.cost import PAPER_GFLOPS as NETWORKS
 from cenet.train import RECIPES
 from cenet.train.command import parse
 
@@ -29,38 +36,52 @@ def start(*arguments):
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
 
 
-@pytest.mark.parametrize("run", EVERY, ids=lambda run: run.name)
+@pytest.mark.parametrize("result", RESULTS.values(), ids=lambda result: result.name)
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_commands_ask_for_the_runs_of_the_paper(run, on_gpu, monkeypatch, tmp_path):
+def test_commands_ask_for_the_runs_of_the_paper(result, on_gpu, monkeypatch, tmp_path):
     """At the configuration users run; parsing stops before training."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: on_gpu)
-    data = dict.fromkeys(("imagenet", "cifar10", "coco"), tmp_path)
+    data = dict.fromkeys(("imagenet", "tinyimagenet", "cifar10", "coco"), tmp_path)
     settings = Settings(data=data, runs=tmp_path, options=("--workers", "7"))
-    command = settings.training(run)
-    if isinstance(run, DetectorRun):
-        job = parse_detector(command[2:])
-        assert job.checkpoint == tmp_path / run.classifier.name / "weights.safetensors"
-    else:
-        job = parse(command[1:])
-        assert job.options.cuda_graphs == (on_gpu and not run.watched)
-        assert job.options.monitor_every == (LOOK_EVERY if run.watched else 0)
-    precision = "bfloat16" if on_gpu else "float32"
-    assert job.recipe == replace(run.made, precision=precision)
-    assert job.recipe.seed == run.seed
-    assert (job.options.out, job.options.resume) == (tmp_path / run.name, "auto")
-    assert (job.options.workers, job.options.channels_last) == (7, on_gpu)
-    assert job.data == tmp_path
+    for run in result.needs:
+        command = settings.training(run)
+        if isinstance(run, LastingRun):
+            course, job = parse_tasks(command)
+            assert course == run.made
+            assert (job.data, job.out) == (tmp_path, tmp_path / run.name)
+            continue
+        if isinstance(run, DetectorRun):
+            job = parse_detector(command[2:])
+            assert job.checkpoint == tmp_path / run.begins_with.name / "weights.safetensors"
+        else:
+            job = parse(command[1:])
+            assert job.options.cuda_graphs == (on_gpu and not run.watched)
+            assert job.options.monitor_every == (LOOK_EVERY if run.watched else 0)
+            first = run.begins_with
+            assert job.weights == (first and tmp_path / first.name / "weights.safetensors")
+        precision = "bfloat16" if on_gpu else "float32"
+        assert job.recipe == replace(run.made, precision=precision)
+        assert job.recipe.seed == run.seed
+        assert (job.options.out, job.options.resume) == (tmp_path / run.name, "auto")
+        assert (job.options.workers, job.options.channels_last) == (7, on_gpu)
+        assert job.data == tmp_path
 
 
-@pytest.mark.parametrize("run", EVERY, ids=lambda run: run.name)
-def test_smoke_runs_are_rows_of_their_own(run):
-    small = run.smoke()
-    assert small.made.dataset in ("digits", "shapes")
-    assert small.made.epochs == 1
-    if not isinstance(run, DetectorRun):
-        for field in ("block", "norm", "act", "label_corruption"):
-            assert getattr(small.made, field) == getattr(run.made, field)
-        assert small.watched == run.watched
+@pytest.mark.parametrize("result", RESULTS.values(), ids=lambda result: result.name)
+def test_smoke_runs_are_rows_of_their_own(result):
+    for run in result.needs:
+        small = run.smoke()
+        assert small.dataset in ("digits", "shapes")
+        if isinstance(run, LastingRun):
+            assert (small.made.block, small.made.norm) == (run.made.block, run.made.norm)
+            assert small.epochs == 2
+            continue
+        assert small.epochs == 1
+        if not isinstance(run, DetectorRun):
+            for field in ("block", "norm", "act", "label_corruption", "holdout", "ce_start"):
+                assert getattr(small.made, field) == getattr(run.made, field)
+            assert small.watched == run.watched
+            assert (small.begins_with is None) == (run.begins_with is None)
 
 
 def test_names_tell_runs_apart():
@@ -144,7 +165,7 @@ def test_what_runs_lack(tmp_path):
     settings = Settings(runs=tmp_path)
     assert settings.lacks(Run("digits_ce")) is None
     assert settings.lacks(Run("vgg16_ce")) == "cifar10 (--data cifar10=FOLDER)"
-    detector = DetectorRun("resnet50_ce", classifier=Run("resnet50_ce"))
+    detector = DetectorRun("resnet50_ce", begins_with=Run("resnet50_ce"))
     there = Settings(data={"coco": tmp_path}, runs=tmp_path)
     assert "weights of resnet50_ce-seed0" in there.lacks(detector)
     (tmp_path / "resnet50_ce-seed0").mkdir()
@@ -153,6 +174,8 @@ def test_what_runs_lack(tmp_path):
 
 
 def test_costs():
+    tasks = 25 * 14 * 10_000 / 67_000 + 20
+    assert costs.seconds(CASES[0].trials[0], []) == pytest.approx(tasks)
     hours = costs.seconds(Run("resnet50_ce"), []) / 3600
     assert hours == pytest.approx(100 * 1_281_167 / 5_300 / 3600, rel=0.01)  # 6.7 h
     assert costs.seconds(Run("vgg16_ce"), []) == pytest.approx(160 * 50_000 / 67_000 + 20)
@@ -173,33 +196,53 @@ def test_nothing_is_built_of_nothing(result, tmp_path):
 
 def filled(result: Result, folder: Path) -> None:
     """Rows of all runs of a result, with numbers that tell runs apart."""
-    for place, run in enumerate(result.needs):
-        columns = ("dormant", "inhibited", "inhibited_first_six", "dormant_first_six")
-        share = (place + 1) / 1000
-        own = {"name": run.name, "recipe": run.recipe, "top1": 0.9 - share, "top5": 0.99,
-               **dict.fromkeys(columns, share)}  # fmt: skip
-        if isinstance(run, DetectorRun):
-            columns = [f"{k}_ap{t}" for k in ("box", "mask") for t in ("", "50", "75")]
-            tables.add({"detections": [own | dict.fromkeys(columns, share)]}, folder)
-            continue
-        name = {"name": run.name}
-        for column in ("train_loss", "test_loss", "dormant_strict", "rare", "weak_contribution",
-                       "prunable", "duplicates", "participation_share", "correlation", "gini",
-                       "mean_activation"):  # fmt: skip
-            own[column] = share
-        ratios = [i / 10 for i in range(11)]
-        found = {
-            "runs": [own],
-            "layers": [name | {"layer": i, "channels": 64, "correlation": share * (i + 1),
-                               "beta_nonpositive": share} for i in range(6)],
-            "epochs": [name | {"epoch": e, "train_top1": 0.2 * e, "test_top1": 0.1 * e}
-                       for e in range(1, 4)],
-            "ablation": [name | {"ratio": r, "random": 0.9 - r * share,
-                                 "least_important_first": 0.9} for r in ratios],
-            "looks": [name | {"step": 400 * s, "layer": f"l{i}", "correlation": share}
-                      for s in range(3) for i in range(6)],
-        }  # fmt: skip
-        tables.add(found, folder)
+    done = 0
+    while found := [
+        run for run in (*result.needs, *result.then(Rows(folder))) if run.name not in names(folder)
+    ]:
+        for place, run in enumerate(found, done):
+            fill(run, (place + 1) / 1000, folder)
+        done += len(found)
+    if result.name == "table_cost":
+        with (folder / "inference.csv").open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["network", "block", "device", "multiply_adds", "ratio_to_plain"])
+            writer.writerows(
+                product(NETWORKS, ("plain", "se", "ce"), ("cpu", "cuda"), (1e9,), (1.1,))
+            )
+
+
+def fill(run: Run, share: float, folder: Path) -> None:
+    columns = ("dormant", "inhibited", "inhibited_first_six", "dormant_first_six")
+    own = {"name": run.name, "recipe": run.recipe, "top1": 0.9 - share, "top5": 0.99,
+           **dict.fromkeys(columns, share)}  # fmt: skip
+    name = {"name": run.name}
+    if isinstance(run, LastingRun):
+        tasks = [name | {"task": t, "accuracy": 0.5 + share, "dormant_ratio": share,
+                         "participation_share": share} for t in range(1, 8)]  # fmt: skip
+        tables.add({"lasting": [name | {"accuracy": 0.5 + share}], "tasks": tasks}, folder)
+        return
+    if isinstance(run, DetectorRun):
+        columns = [f"{k}_ap{t}" for k in ("box", "mask") for t in ("", "50", "75")]
+        tables.add({"detections": [own | dict.fromkeys(columns, share)]}, folder)
+        return
+    for column in ("train_loss", "test_loss", "dormant_strict", "rare", "weak_contribution",
+                   "prunable", "duplicates", "participation_share", "correlation", "gini",
+                   "mean_activation"):  # fmt: skip
+        own[column] = share
+    ratios = [i / 10 for i in range(11)]
+    found = {
+        "runs": [own],
+        "layers": [name | {"layer": i, "channels": 64, "correlation": share * (i + 1),
+                           "beta_nonpositive": share} for i in range(6)],
+        "epochs": [name | {"epoch": e, "train_top1": 0.2 * e, "test_top1": 0.1 * e,
+                           "train_loss": 1 / e} for e in range(1, 4)],
+        "ablation": [name | {"ratio": r, "random": 0.9 - r * share,
+                             "least_important_first": 0.9} for r in ratios],
+        "looks": [name | {"step": 400 * s, "layer": f"l{i}", "correlation": share}
+                  for s in range(3) for i in range(6)],
+    }  # fmt: skip
+    tables.add(found, folder)
 
 
 @pytest.mark.parametrize("result", RESULTS.values(), ids=lambda result: result.name)
@@ -209,14 +252,15 @@ def test_everything_is_built_of_all_runs(result, tmp_path):
     text = building.markdown(made.table)
     assert "not run" not in text
     assert text.count("\n") == len(made.table) + 1
-    if result.name.startswith("fig"):
-        assert made.figure is not None
+    assert "not chosen" not in text
+    drawn = result.name.startswith("fig") or result.name in ("lasting", "learning_speed")
+    assert (made.figure is not None) == drawn
     building.write({result.name: made}, tmp_path / "one")
     again = result.build(Rows(tmp_path))
     building.write({result.name: again}, tmp_path / "two")
     pair = [sorted((tmp_path / side).rglob("*.svg")) for side in ("one", "two")]
     assert [path.read_bytes() for path in pair[0]] == [path.read_bytes() for path in pair[1]]
-    assert len(pair[0]) == result.name.startswith("fig")
+    assert len(pair[0]) == drawn
 
 
 def test_numbers_of_a_table(tmp_path):
@@ -226,6 +270,82 @@ def test_numbers_of_a_table(tmp_path):
     assert [line["top-1"] for line in lines] == ["89.90 %", "89.80 %", "89.70 %", "89.60 %"]
     assert [line["difference (95 %)"] for line in lines] == ["", "−0.10", "−0.20", "−0.30"]
     assert [line["paper's top-1"] for line in lines] == ["76.6 %", "77.0 %", "77.3 %", "78.3 %"]
+
+
+def test_settings_are_chosen_by_held_out_images_once_all_were_tried(tmp_path):
+    recipe = "tiny_resnet18_ce"
+    trials = GRID.trials(recipe)
+    assert len(trials) == 6
+    assert {run.made.holdout for run in trials} == {0.1}
+    assert {(run.made.lr, run.made.weight_decay) for run in trials} == {
+        *product((0.05, 0.1, 0.2), (1e-4, 5e-4))
+    }
+    assert not any(run.is_diagnosed for run in trials)
+    for place, trial in enumerate(trials):
+        assert finals(recipe, GRID, 5, Rows(tmp_path)) == []
+        tables.add({"runs": [row(trial.name, top1=0.9 if place == 2 else 0.1 * place)]}, tmp_path)
+    chosen = finals(recipe, GRID, 5, Rows(tmp_path))
+    assert [run.seed for run in chosen] == [0, 1, 2, 3, 4]
+    assert {(r.made.lr, r.made.weight_decay, r.made.holdout) for r in chosen} == {
+        (trials[2].made.lr, trials[2].made.weight_decay, 0.0)
+    }
+    assert all(run.is_diagnosed for run in chosen)
+
+
+def test_a_table_of_chosen_settings_leaves_trials_out(tmp_path):
+    """Their accuracy is of other images."""
+    result = RESULTS["tiny_resnets"]
+    filled(result, tmp_path)
+    (line, *_) = result.build(Rows(tmp_path)).table
+    own = finals("tiny_resnet18_plain", GRID, 5, Rows(tmp_path))
+    values = Rows(tmp_path).values(own, "top1")
+    assert line["top-1"] == uncertainty.spread(values, 100, 2, "%")
+    assert (line["n"], line["learning rate"], line["weight decay"]) == ("5", "0.05", "0.0001")
+
+
+@pytest.mark.parametrize(
+    ("values", "target", "sign", "expected"),
+    [
+        ((4, 2, 1), 2, 1, 2.0),
+        ((4, 2, 1), 1.5, 1, 2.5),
+        ((4, 2, 1), 9, 1, 1.0),
+        ((4, 2, 1), 0.5, 1, None),
+        ((0.1, 0.3, 0.2, 0.5), 0.25, -1, 1.75),
+        ((0.1, 0.3, 0.2, 0.5), 0.6, -1, None),
+    ],
+)
+def test_epochs_until_a_curve_is_there(values, target, sign, expected):
+    found = epochs_until([{"x": str(value)} for value in values], "x", target, sign)
+    assert found == (expected if expected is None else pytest.approx(expected))
+
+
+def test_learning_speed_is_against_the_plain_network_of_the_seed(tmp_path):
+    result = RESULTS["learning_speed"]
+    for run in result.needs:
+        tables.add({"runs": [row(run.name)]}, tmp_path)
+    for run in result.then(Rows(tmp_path)):
+        # twice as fast as the plain network, whose loss is 1 / epoch
+        faster = 2 if run.recipe.endswith("_ce") else 1
+        epochs = [{"name": run.name, "epoch": e, "train_loss": 1 / (faster * e),
+                   "test_top1": min(0.1 * e, 0.3)} for e in range(1, 5)]  # fmt: skip
+        tables.add({"runs": [row(run.name)], "epochs": epochs}, tmp_path)
+    lines = {line[""]: line for line in result.build(Rows(tmp_path)).table}
+    loss, top1 = list(lines["CE"])[-2:]
+    assert lines["plain"][loss] == "1.000 ± 0.000"
+    assert lines["CE"][loss] == "0.500 ± 0.000"
+    assert lines["CE"][top1] == "0.750 ± 0.000"
+
+
+def test_the_rate_over_many_tasks_is_the_best_of_a_seed_that_counts_no_more(tmp_path):
+    case = CASES[0]
+    for place, trial in enumerate(case.trials):
+        assert trial.seed == 0
+        tables.add(
+            {"lasting": [{"name": trial.name, "accuracy": (0.3, 0.5, 0.4)[place]}]}, tmp_path
+        )
+    found = case.finals(3, Rows(tmp_path))
+    assert [run.seed for run in found] == [1, 2, 3]
+    assert {run.made.lr for run in found} == {0.02}
 
 
 def test_label_corruption_matches_training_error(tmp_path):
@@ -266,6 +386,16 @@ def test_pages_hold_what_is_built():
         if result.figure is not None:
             assert (ROOT / building.FIGURES / f"{name}.svg").is_file()
             drawing.plt.close(result.figure)
+
+
+def test_a_block_without_a_number_is_a_line():
+    text = "<!-- result: a -->\nold\n<!-- end of a -->"
+    empty = building.Built([{"": "CE", "n": "0", "top-1": "not run"}])
+    shown = building.page_with(text, {"a": empty})
+    assert shown.splitlines()[1].startswith("Not run yet; `python -m experiments list a`")
+    for row in ({"": "CE", "top-1": "90 %"}, {"top-1": "not run", "paper's top-1": "76 %"}):
+        shown = building.page_with(text, {"a": building.Built([row])})
+        assert "| --- |" in shown
 
 
 def test_committed_rows_say_where_they_come_from():

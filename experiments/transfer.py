@@ -1,0 +1,51 @@
+"""CE that is put into a trained network, which then is trained on, beside the same without it."""
+
+from functools import partial
+from typing import Any
+
+from experiments.result import Built, Result, Rows
+from experiments.runs import Run, runs
+from experiments.uncertainty import difference, spread
+
+EPOCHS = 8
+RATES = (0.005, 0.02, 0.05)
+# rows of the family, and what differs from their recipes
+SIDES: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("plain", "plain", {}),
+    ("with CE", "ce", {"ce_start": "identity"}),
+)
+
+
+def transfer(name: str, title: str, claim: str, family: str, seeds: int) -> Result:
+    """Both sides at every learning rate: none is chosen."""
+    trained = tuple(runs(f"{family}_plain", seeds))
+    tuned = tuple(
+        (rate, tuple(tuple(_tuned(family, side, rate, first) for first in trained)
+                     for side in SIDES))
+        for rate in RATES
+    )  # fmt: skip
+    needs = (*trained, *(run for _, sides in tuned for side in sides for run in side))
+    return Result(name, title, claim, needs, partial(_build, trained, tuned))
+
+
+def _tuned(family: str, side: tuple[str, str, dict[str, Any]], rate: float, first: Run) -> Run:
+    _, row, changes = side
+    own = {"epochs": EPOCHS, "lr": rate, **changes}
+    return Run(f"{family}_{row}", first.seed, tuple(own.items()), begins_with=first)
+
+
+def _build(trained: tuple[Run, ...], tuned: Any, rows: Rows) -> Built:
+    table = []
+    before = rows.values(trained, "top1")
+    for rate, sides in tuned:
+        pairs = [pair for pair in zip(*sides, strict=True) if all(rows.of(run) for run in pair)]
+        cells = {"learning rate": f"{rate:g}", "n": str(len(pairs))}
+        cells["before"] = spread(before, 100, 2, "%") if before else "not run"
+        values = [rows.values(side, "top1") for side in zip(*pairs, strict=True)]
+        for number, (label, _, _) in enumerate(SIDES):
+            cells[f"trained on, {label}"] = (
+                spread(values[number], 100, 2, "%") if pairs else "not run"
+            )
+        cells["difference (95 %)"] = difference(values[0], values[1], 100, 2) if pairs else ""
+        table.append(cells)
+    return Built(table)
