@@ -11,7 +11,7 @@ from cenet.train.decoding import decode
 from cenet.train.parquet import parquet_images
 from cenet.train.places import TEST, TRAIN, Part, check_place, find_part
 from cenet.train.reading import read_all
-from cenet.train.recipes import Recipe, is_for_files
+from cenet.train.recipes import CorruptionTo, Recipe, is_for_files
 from cenet.train.sources import SUFFIXES, Folder, Source
 from cenet.train.tar_shards import tar_images
 
@@ -68,7 +68,10 @@ def load(recipe: Recipe, folder: Path | None) -> Split:
     if len(train.classes) < 2:
         raise ValueError(f"{folder} has one class, {train.classes[0]!r}; there is nothing to learn")
     if recipe.label_corruption > 0:
-        labels = corrupt(train.labels, recipe.label_corruption, len(train.classes), recipe.seed)
+        labels = corrupt(
+            train.labels, recipe.label_corruption, len(train.classes), recipe.seed,
+            to=recipe.label_corruption_to,
+        )  # fmt: skip
         split = split._replace(train=train._replace(labels=labels))
     return split
 
@@ -214,12 +217,21 @@ def _has_size(files: Encoded, size: int) -> bool:
     return tuple(decode(files.source, 0).size) == (size, size)
 
 
-def corrupt(labels: Tensor, share: float, classes: int, seed: int) -> Tensor:
-    """A copy in which exactly round(share · N) labels are another class, drawn evenly."""
+def corrupt(labels: Tensor, share: float, classes: int, seed: int, *, to: CorruptionTo) -> Tensor:
+    """A copy in which round(share · N) labels are replaced by random ones.
+
+    Args:
+        labels: class numbers, (N,).
+        share: of the labels to replace.
+        classes: number of classes.
+        seed: of the choice; the same places are chosen for both values of `to`.
+        to: draw each new label evenly from the "other" classes, or from "any".
+    """
     generator = torch.Generator().manual_seed(seed)
     count = round(share * len(labels))
     chosen = torch.randperm(len(labels), generator=generator)[:count]
-    moves = torch.randint(1, classes, (count,), generator=generator)
+    first = 1 if to == "other" else 0
+    moves = torch.randint(first, classes, (count,), generator=generator)
     corrupted = labels.clone()
     corrupted[chosen] = (labels[chosen] + moves) % classes
     return corrupted

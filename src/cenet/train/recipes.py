@@ -11,6 +11,7 @@ Act = Literal["default", "relu", "elu", "leaky_relu"]
 Dataset = Literal["imagenet", "cifar10", "digits"]
 Augment = Literal["none", "crop_flip", "imagenet", "imagenet_colour", "imagenet_colour_released"]
 NormPlaces = Literal["all", "published"]
+CorruptionTo = Literal["other", "any"]
 RD_RATIO = 0.25  # of the paper's gate
 
 
@@ -32,7 +33,9 @@ class Recipe(Course):
         dataset: imagenet and cifar10 are folders you bring, digits is embedded.
         image_size: height and width.
         label_smoothing: of the loss.
-        label_corruption: share of training images with a wrong label.
+        label_corruption: share of training images whose label is replaced by a random one.
+        label_corruption_to: what it is drawn from: the other classes, so that all of these labels
+            are wrong; or any class, the original one included, as Zhang et al. (2017) do.
         mixup: α of mixup, 0 for none.
         augment: of the training images. none, crop_flip (padded by 4 pixels), imagenet (random
             part, resized, and flip), the same with AlexNet's colour noise (imagenet_colour), or
@@ -53,6 +56,7 @@ class Recipe(Course):
     image_size: int = 224
     label_smoothing: float = 0.0
     label_corruption: float = 0.0
+    label_corruption_to: CorruptionTo = "other"
     mixup: float = 0.0
     augment: Augment = "imagenet"
     ema: float = 0.0
