@@ -76,7 +76,14 @@ LEVELS = [
     (
         *("train.course", "train.recipes", "train.sources", "train.decoding", "train.interrupts"),
         *("train.workers", "train.reading", "train.labels", "train.places", "train.tar_shards"),
-        *("train.parquet", "train.data", "train.inputs", "train.order", "train.views"),
+        *(
+            "train.parquet",
+            "train.holdout",
+            "train.data",
+            "train.inputs",
+            "train.order",
+            "train.views",
+        ),
         *("train.resizing", "train.cuda_decoding", "train.pipeline", "train.loaders"),
         *("train.saving", "train.snapshot", "train.processes", "train.setup", "train.graphs"),
         *("train.background", "train.staging", "train.times"),

@@ -144,17 +144,58 @@ def test_label_corruption_is_exact_fixed_and_only_of_training(share):
     assert torch.equal(found.test.images, clean.test.images)
     assert found.train.labels.unique().numel() == 10
     if 0 < share < 1:
-        other = corrupt(clean.train.labels, share, 10, seed=4)
+        other = corrupt(clean.train.labels, share, 10, seed=4, to="other")
         assert not torch.equal(other, found.train.labels)
 
 
 def test_label_corruption_is_even():
     """Over places, and over the other classes."""
     labels = torch.arange(9000) % 10
-    wrong = corrupt(labels, 0.5, 10, seed=0)
+    wrong = corrupt(labels, 0.5, 10, seed=0, to="other")
     moves = (wrong - labels) % 10
     assert (moves[:4500] > 0).sum() == pytest.approx(2250, abs=150)  # five deviations
     assert moves.bincount(minlength=10)[1:].tolist() == pytest.approx([500] * 9, abs=105)
+
+
+@pytest.mark.parametrize(("share", "classes"), [(0.3, 4), (1.0, 10)])
+def test_labels_corrupted_to_any_class(share, classes):
+    """A share 1/K of the chosen labels stays; the images are those that `other` chooses."""
+    count = 20000
+    labels = torch.arange(count) % classes
+    other, to_any = (corrupt(labels, share, classes, seed=1, to=to) for to in ("other", "any"))
+    chosen = other != labels
+    assert chosen.sum() == round(share * count)
+    assert not ((to_any != labels) & ~chosen).any()
+    drawn = to_any[chosen]
+    n, p = len(drawn), 1 / classes
+    deviation = (n * p * (1 - p)) ** 0.5
+    assert (drawn != labels[chosen]).sum() == pytest.approx(n * (1 - p), abs=5 * deviation)
+    assert drawn.bincount(minlength=classes).tolist() == pytest.approx(
+        [n * p] * classes, abs=5 * deviation
+    )
+    moves = (drawn - labels[chosen]) % classes
+    assert moves.bincount(minlength=classes).tolist() == pytest.approx(
+        [n * p] * classes, abs=5 * deviation
+    )
+
+
+def test_a_recipe_says_what_labels_are_corrupted_to():
+    clean = digits().train.labels
+    recipe = replace(RECIPES["digits_ce"], label_corruption=0.5, seed=3)
+    assert recipe.label_corruption_to == "other"
+    to_any = replace(recipe, label_corruption_to="any")
+    for made in (recipe, to_any):
+        expected = corrupt(clean, 0.5, 10, seed=3, to=made.label_corruption_to)
+        assert torch.equal(load(made, None).train.labels, expected)
+    assert not torch.equal(load(recipe, None).train.labels, load(to_any, None).train.labels)
+    with pytest.raises(ValueError, match=r"^label_corruption_to='all' must be one of other, any$"):
+        replace(recipe, label_corruption_to="all")
+
+
+def test_labels_corrupted_to_other_classes_stay_what_they_were():
+    """Runs of earlier versions mean the same: labels that they were trained on."""
+    labels = corrupt(torch.arange(12) % 3, 0.5, 3, seed=0, to="other")
+    assert labels.tolist() == [1, 1, 2, 0, 2, 1, 0, 2, 0, 1, 1, 2]
 
 
 def test_folders_in_memory_and_what_is_wrong_with_them(tmp_path):

@@ -280,6 +280,8 @@ def evaluate(
 ) -> None:
     """Print test loss, top-1 and top-5 accuracy of a run of `cenet train`.
 
+    They are of the test images, also of a run that held out training images to test itself on.
+
     Args:
         run: its folder.
         data: folder of the images, as for `cenet train`.
@@ -288,18 +290,26 @@ def evaluate(
             batches first.
         save: file for the recalibrated weights.
     """
+    from cenet.train.logbook import read_run
+    from cenet.train.recipes import Recipe
     from cenet.train.run import evaluate_run
     from cenet.train.weights import WEIGHTS, read_weights
 
     try:
         found = evaluate_run(run, data, device, recalibrate=recalibrate, save=save)
         source = read_weights(run)[1]
+        share = read_run(run, Recipe)[0].holdout
     except (ValueError, OSError) as error:
         raise SystemExit(str(error) if os.environ.get("RANK", "0") == "0" else 1) from error
     if os.environ.get("RANK", "0") != "0":
         return
     if source != WEIGHTS:
         print(f"the run is not finished; this is its checkpoint {source}")
+    if share > 0:
+        print(
+            "these figures are of the test images; those that the run wrote itself are of training "
+            f"images held out by holdout={share:g}"
+        )
     for name, value in found.items():
         print(f"{name} {value:.4f}")
 

@@ -19,7 +19,7 @@ from cenet.analysis.overlays import overlays
 from cenet.analysis.subjects import Examinee, find_examinee, num_outputs
 from cenet.analysis.summary import print_summary
 from cenet.analysis.verdict import Evidence, judge
-from cenet.train.data import Resident, load_test
+from cenet.train.data import CIFAR10_FOLDER, Resident, load_test
 from cenet.train.loaders import evaluation_batches
 from cenet.train.processes import start
 from cenet.train.recipes import RECIPES
@@ -35,7 +35,7 @@ class Shown(NamedTuple):
     total: int  # images, if all can be read
     classes: tuple[str, ...] | None  # in the order of the labels
     skipped: list[Skipped]  # while looking for images
-    note: str | None  # why there is no accuracy
+    notes: list[str]  # why there is no accuracy, and what the images are not
     files: ImageStream | None  # knows which could not be read
 
 
@@ -112,7 +112,7 @@ def examine_network(
             raise ValueError(f"{examinee.name} cannot be run on these images: {reason}") from error
     diagnosis = _completed(found, examinee, data, shown, place)
     diagnosis.write(out / FILE)
-    return diagnosis, [] if shown.note is None else [shown.note]
+    return diagnosis, shown.notes
 
 
 def _check(**options: Any) -> None:
@@ -127,7 +127,7 @@ def _shown(
 ) -> Shown:
     if examinee.run is not None:
         recipe, inputs = examinee.run
-        if data is None or (data / "cifar-10-batches-py").is_dir():
+        if data is None or (data / CIFAR10_FOLDER).is_dir():
             test = load_test(recipe, data)
             assert isinstance(test, Resident)
             order = torch.randperm(len(test.labels), generator=torch.Generator().manual_seed(0))
@@ -138,13 +138,26 @@ def _shown(
                 evaluation_batches, chosen, inputs, size=size, batch=batch,
                 device=torch.device("cpu"), channels_last=False,
             )  # fmt: skip
-            return Shown(batches, len(chosen.labels), test.classes, [], None, None)
+            notes = _notes(examinee, "the test images")
+            return Shown(batches, len(chosen.labels), test.classes, [], notes, None)
     if data is None:
         raise ValueError(f"say which images to show to {examinee.name} with --data FOLDER")
     found = find_images(data, limit)
     labels, classes, note = _labels(found.labels, found.classes, examinee)
     stream = ImageStream(found.paths, labels, examinee.transform(size), batch)
-    return Shown(lambda: stream, len(found.paths), classes, found.skipped, note, stream)
+    notes = [*([] if note is None else [note]), *_notes(examinee, f"the images in {found.folder}")]
+    return Shown(lambda: stream, len(found.paths), classes, found.skipped, notes, stream)
+
+
+def _notes(examinee: Examinee, images: str) -> list[str]:
+    """Which images are measured, if those that the run tested itself on are others."""
+    if examinee.run is None or examinee.run[0].holdout == 0:
+        return []
+    share = f"{examinee.run[0].holdout:g}"
+    return [
+        f"All figures are of {images}; the run tested itself on training images held out by "
+        f"holdout={share}."
+    ]
 
 
 def _labels(

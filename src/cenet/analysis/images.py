@@ -24,6 +24,7 @@ class Found(NamedTuple):
     labels: list[str] | None  # names of the class folders
     classes: tuple[str, ...] | None
     skipped: list[Skipped]
+    folder: Path  # that holds all of them
 
 
 def find_images(folder: Path, limit: int | None = None) -> Found:
@@ -59,9 +60,9 @@ def find_images(folder: Path, limit: int | None = None) -> Found:
     order = torch.randperm(len(paths), generator=torch.Generator().manual_seed(0)).tolist()
     paths = [paths[place] for place in order[:limit]]
     if not classes:
-        return Found(paths, None, None, skipped)
+        return Found(paths, None, None, skipped, folder)
     labels = [path.relative_to(folder).parts[0] for path in paths]
-    return Found(paths, labels, tuple(classes), skipped)
+    return Found(paths, labels, tuple(classes), skipped, folder)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -119,6 +119,8 @@ def _about(source: Source) -> str:
         said.append(found.model.name)
     if source.metrics:
         said.append(f"{count(len(source.metrics), 'epoch')} of training")
+        if source.recipe and source.recipe.get("holdout"):
+            said.append("tested on held-out training images")
     if found:
         said.append(f"measured on {count(found.data.images, 'image')}")
     return ", ".join(said)

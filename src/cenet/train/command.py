@@ -69,9 +69,12 @@ def run(job: Job) -> None:
     clock = Clock(LIBRARIES, process_age())
     row = ended(lambda: train(job, clock), job.options.out)
     if row and is_first():
+        images, note = "test", ""
+        if share := job.recipe.holdout:
+            images, note = "held-out", f"of training images held out by --holdout {share:g}; "
         print(
-            f"epoch {row['epoch']}: test top-1 {row['test_top1']:.2%}, top-5 "
-            f"{row['test_top5']:.2%}, loss {row['test_loss']:.4f}; everything is in "
+            f"epoch {row['epoch']}: {images} top-1 {row['test_top1']:.2%}, top-5 "
+            f"{row['test_top5']:.2%}, loss {row['test_loss']:.4f}; {note}everything is in "
             f"{job.options.out}"
         )
 

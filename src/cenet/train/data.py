@@ -8,14 +8,16 @@ import torch
 from torch import Tensor
 
 from cenet.train.decoding import decode
+from cenet.train.holdout import held_out
 from cenet.train.parquet import parquet_images
 from cenet.train.places import TEST, TRAIN, Part, check_place, find_part
 from cenet.train.reading import read_all
-from cenet.train.recipes import Recipe, is_for_files
-from cenet.train.sources import SUFFIXES, Folder, Source
+from cenet.train.recipes import CorruptionTo, Recipe, is_for_files
+from cenet.train.sources import SUFFIXES, Folder, Source, Subset
 from cenet.train.tar_shards import tar_images
 
 DIGITS_TEST = 450
+CIFAR10_FOLDER = "cifar-10-batches-py"  # the folder in which torchvision stores it
 # a data set of so many bytes of decoded pixels is held in memory
 FITS = 4 * 2**30
 
@@ -37,7 +39,7 @@ class Encoded(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Training and test images of one kind."""
+    """Training and test images of one kind; held-out training images can stand for the latter."""
 
     train: Resident | Encoded
     test: Resident | Encoded
@@ -59,16 +61,20 @@ def load(recipe: Recipe, folder: Path | None) -> Split:
     """The data of a recipe; ValueError if it cannot be trained on.
 
     Args:
-        recipe: says which data.
+        recipe: says which data. With `holdout`, the test images of the result are held-out
+            training images, with the labels they have; those of the folder are not read.
         folder: training and test images as `image_folders` takes them, or CIFAR-10 as torchvision
             stores it. Digits need none.
     """
-    split = _load(recipe, folder)
+    split = _load(recipe, folder) if recipe.holdout == 0 else _load_held_out(recipe, folder)
     train = split.train
     if len(train.classes) < 2:
         raise ValueError(f"{folder} has one class, {train.classes[0]!r}; there is nothing to learn")
     if recipe.label_corruption > 0:
-        labels = corrupt(train.labels, recipe.label_corruption, len(train.classes), recipe.seed)
+        labels = corrupt(
+            train.labels, recipe.label_corruption, len(train.classes), recipe.seed,
+            to=recipe.label_corruption_to,
+        )  # fmt: skip
         split = split._replace(train=train._replace(labels=labels))
     return split
 
@@ -78,8 +84,36 @@ def load_test(recipe: Recipe, folder: Path | None) -> Resident | Encoded:
     if folder is not None and folder.is_dir() and find_part(folder, TRAIN) is None:
         test = find_part(folder, TEST)
         if test is not None:
-            return _held(_encoded(test), recipe.image_size, resident=_is_resident(recipe))
+            return _in_memory(_encoded(test), recipe.image_size, resident=_is_resident(recipe))
     return _load(recipe, folder).test
+
+
+def _load_held_out(recipe: Recipe, folder: Path | None) -> Split:
+    """The training images in two parts: those to train on, and those that are held out."""
+    data = _load_train(recipe, folder)
+    held = held_out(data.labels, recipe.holdout, data.classes)
+    return Split(_selected(data, ~held), _selected(data, held))
+
+
+def _load_train(recipe: Recipe, folder: Path | None) -> Resident | Encoded:
+    """The training images of a recipe; `folder` needs no others."""
+    if recipe.dataset == "digits" or folder is None:
+        return _load(recipe, folder).train
+    check_place(folder)
+    if (folder / CIFAR10_FOLDER).is_dir():
+        return _cifar10(folder, train=True)
+    train = find_part(folder, TRAIN)
+    if train is None:
+        raise ValueError(f"{folder} must have the folder train, or train-*.tar, or train-*.parquet")
+    return _in_memory(_encoded(train), recipe.image_size, resident=_is_resident(recipe))
+
+
+def _selected(data: Resident | Encoded, mask: Tensor) -> Resident | Encoded:
+    """The images where the mask is True, in their order."""
+    if isinstance(data, Resident):
+        return data._replace(images=data.images[mask], labels=data.labels[mask])
+    source = Subset(data.source, mask.nonzero().flatten().tolist())
+    return data._replace(source=source, labels=data.labels[mask])
 
 
 def _load(recipe: Recipe, folder: Path | None) -> Split:
@@ -90,7 +124,7 @@ def _load(recipe: Recipe, folder: Path | None) -> Split:
     if folder is None:
         raise ValueError(f"{recipe.dataset} is not embedded; say where it is with --data FOLDER")
     check_place(folder)
-    if (folder / "cifar-10-batches-py").is_dir():
+    if (folder / CIFAR10_FOLDER).is_dir():
         return cifar10(folder)
     return image_folders(folder, recipe.image_size, resident=_is_resident(recipe))
 
@@ -120,17 +154,22 @@ def digits() -> Split:
 
 def cifar10(folder: Path) -> Split:
     """CIFAR-10 as torchvision stores it, checked against its checksums."""
-    from torchvision.datasets import CIFAR10
+    return Split(_cifar10(folder, train=True), _cifar10(folder, train=False))
 
-    def part(train: bool) -> Resident:
-        try:
-            found: Any = CIFAR10(str(folder), train=train)
-        except RuntimeError as error:
-            raise ValueError(f"CIFAR-10 in {folder} is damaged or incomplete: {error}") from error
-        images = torch.from_numpy(found.data).permute(0, 3, 1, 2).contiguous()
-        return Resident(images, torch.tensor(found.targets), tuple(found.classes))
 
-    return Split(part(True), part(False))
+def _cifar10(folder: Path, *, train: bool) -> Resident:
+    """The training or the test images; the files of the other part are not opened."""
+    from torchvision import datasets
+
+    whole: Any = datasets.CIFAR10
+    lists: dict[str, Any] = {"test_list": []} if train else {"train_list": []}
+    part: Any = type("Part", (whole,), lists)
+    try:
+        found = part(str(folder), train=train)
+    except RuntimeError as error:
+        raise ValueError(f"CIFAR-10 in {folder} is damaged or incomplete: {error}") from error
+    images = torch.from_numpy(found.data).permute(0, 3, 1, 2).contiguous()
+    return Resident(images, torch.tensor(found.targets), tuple(found.classes))
 
 
 def image_folders(folder: Path, size: int, *, resident: bool) -> Split:
@@ -178,7 +217,7 @@ def _encoded(part: Part) -> Encoded:
     return image_files(part.paths[0])
 
 
-def _held(files: Encoded, size: int, *, resident: bool) -> Resident | Encoded:
+def _in_memory(files: Encoded, size: int, *, resident: bool) -> Resident | Encoded:
     """Images of the size are read into memory, as those of `image_folders`."""
     fits = resident and len(files.labels) * 3 * size * size <= FITS
     return decoded(files, size) if fits and _has_size(files, size) else files
@@ -214,12 +253,21 @@ def _has_size(files: Encoded, size: int) -> bool:
     return tuple(decode(files.source, 0).size) == (size, size)
 
 
-def corrupt(labels: Tensor, share: float, classes: int, seed: int) -> Tensor:
-    """A copy in which exactly round(share · N) labels are another class, drawn evenly."""
+def corrupt(labels: Tensor, share: float, classes: int, seed: int, *, to: CorruptionTo) -> Tensor:
+    """A copy in which round(share · N) labels are replaced by random ones.
+
+    Args:
+        labels: class numbers, (N,).
+        share: of the labels to replace.
+        classes: number of classes.
+        seed: of the choice; the same places are chosen for both values of `to`.
+        to: draw each new label evenly from the "other" classes, or from "any".
+    """
     generator = torch.Generator().manual_seed(seed)
     count = round(share * len(labels))
     chosen = torch.randperm(len(labels), generator=generator)[:count]
-    moves = torch.randint(1, classes, (count,), generator=generator)
+    first = 1 if to == "other" else 0
+    moves = torch.randint(first, classes, (count,), generator=generator)
     corrupted = labels.clone()
     corrupted[chosen] = (labels[chosen] + moves) % classes
     return corrupted

@@ -68,6 +68,9 @@ class Trainer(Loop):
             images=len(data.train.labels), data=digested.result(), sums=3,
         )  # fmt: skip
         self.slow_test = isinstance(data.test, Encoded)
+        if recipe.holdout > 0:
+            count = len(data.test.labels)
+            self.tested_on = f"{count} training images held out by holdout={recipe.holdout:g}"
         self.loss = build_loss(recipe).to(device)
         self.mixup = build_mixup(recipe, len(inputs.classes))
         if recipe.ema > 0:
@@ -183,7 +186,8 @@ class Trainer(Loop):
 
     def line(self, row: dict[str, Any]) -> str:
         """See `Loop`."""
-        return f"test loss {row['test_loss']:.4f}, top-1 {row['test_top1']:.2%}"
+        images = "held-out" if self.recipe.holdout > 0 else "test"
+        return f"{images} loss {row['test_loss']:.4f}, top-1 {row['test_top1']:.2%}"
 
 
 def _network(

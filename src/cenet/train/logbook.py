@@ -33,7 +33,14 @@ class Logbook:
             self.rows = read_metrics(path)
 
     def begin(
-        self, recipe: Course, inputs: Inputs, facts: dict[str, Any], *, after: int, updates: int
+        self,
+        recipe: Course,
+        inputs: Inputs,
+        facts: dict[str, Any],
+        *,
+        after: int,
+        updates: int,
+        tested_on: str,
     ) -> None:
         """Say what runs; forget what came after so many epochs and updates: it will come again."""
         self.rows = [row for row in self.rows if row["epoch"] <= after]
@@ -42,6 +49,7 @@ class Logbook:
         about: dict[str, Any] = {
             "command": recipe.command,
             "recipe": recipe.as_dict(),
+            "tested_on": tested_on,
             "inputs": inputs.as_dict(),
             "environment": facts,
         }

@@ -45,11 +45,13 @@ class Loop(RunState, ABC):
     Attributes:
         clears: gradients become None after an update, not zero.
         slow_test: the test takes its time and can fail, so a checkpoint is written before.
+        tested_on: the images that the figures called test are of, in words.
         clock: where the time of the run goes.
     """
 
     clears = True
     slow_test = False
+    tested_on = "test images"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """See `RunState`."""
@@ -120,7 +122,7 @@ class Loop(RunState, ABC):
             facts = environment(self.processes.device, self.processes.world) | self.facts()
             self.logbook.begin(
                 self.recipe, self.inputs, facts, after=self.position.epoch,
-                updates=self.position.updates,
+                updates=self.position.updates, tested_on=self.tested_on,
             )  # fmt: skip
             self.watch()
         self.clock.enter(FIRST_STEP)

@@ -12,6 +12,7 @@ Dataset = Literal["imagenet", "tinyimagenet", "cifar10", "digits"]
 Augment = Literal["none", "crop_flip", "imagenet", "imagenet_colour", "imagenet_colour_released"]
 CEStart = Literal["paper", "identity"]
 NormPlaces = Literal["all", "published"]
+CorruptionTo = Literal["other", "any"]
 RD_RATIO = 0.25  # of the paper's gate
 
 
@@ -35,7 +36,13 @@ class Recipe(Course):
         dataset: imagenet, tinyimagenet and cifar10 are folders you bring, digits is embedded.
         image_size: height and width.
         label_smoothing: of the loss.
-        label_corruption: share of training images with a wrong label.
+        label_corruption: share of training images whose label is replaced by a random one.
+        label_corruption_to: what it is drawn from: the other classes, so that all of these labels
+            are wrong; or any class, the original one included, as Zhang et al. (2017) do.
+        holdout: share of the training images of each class to hold out: the run does not train on
+            them and tests itself on them instead of on the test images, which are not read. It is
+            for choosing settings. Which images are held out depends on the data and this share
+            alone, not on the seed.
         mixup: α of mixup, 0 for none.
         augment: of the training images. none, crop_flip (padded by 4 pixels), imagenet (random
             part, resized, and flip), the same with AlexNet's colour noise (imagenet_colour), or
@@ -57,6 +64,8 @@ class Recipe(Course):
     image_size: int = 224
     label_smoothing: float = 0.0
     label_corruption: float = 0.0
+    label_corruption_to: CorruptionTo = "other"
+    holdout: float = 0.0
     mixup: float = 0.0
     augment: Augment = "imagenet"
     ema: float = 0.0
@@ -71,6 +80,8 @@ class Recipe(Course):
         problems = super()._wrong_numbers()
         if self.mixup > 0 and self.batch_size % 2:
             problems.append(f"batch_size={self.batch_size} must be even, because mixup makes pairs")
+        if not 0 <= self.holdout < 1:
+            problems.append(f"holdout={self.holdout!r} must be at least 0 and less than 1")
         if self.rd_ratio != RD_RATIO and self.block not in ("ce", "ir"):
             problems.append(
                 f"rd_ratio={self.rd_ratio} is for the gate of ce and ir; {self.block} has none"

@@ -149,6 +149,9 @@ def evaluate_run(
 ) -> dict[str, float]:
     """Test loss and accuracy of a run: of its final weights, or of its newest checkpoint.
 
+    They are of the test images, also if the run held out training images to test itself on. Those
+    are not among the training images of `recalibrate` either.
+
     Args:
         run: folder of the run.
         data: as in `Job`; training images are needed for `recalibrate` alone.

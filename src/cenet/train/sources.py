@@ -1,6 +1,7 @@
 """Where encoded images are, by number: in files of a folder."""
 
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -50,3 +51,30 @@ class Folder:
     def read(self, index: int) -> bytes:
         """See `Source`."""
         return self.paths[index].read_bytes()
+
+
+class Subset:
+    """Some images of a source, in the order of the source."""
+
+    def __init__(self, source: Source, places: Iterable[int]) -> None:
+        """Of the images with these numbers, which grow."""
+        self.source = source
+        # numbers that worker processes share, where a list would be copied when it is read
+        self.places = array("q", places)
+
+    def __len__(self) -> int:
+        """See `Source`."""
+        return len(self.places)
+
+    def names(self) -> Iterator[str]:
+        """See `Source`: those of the whole source."""
+        chosen = set(self.places)
+        return (name for place, name in enumerate(self.source.names()) if place in chosen)
+
+    def where(self, index: int) -> str:
+        """See `Source`."""
+        return self.source.where(self.places[index])
+
+    def read(self, index: int) -> bytes:
+        """See `Source`."""
+        return self.source.read(self.places[index])
