@@ -8,7 +8,7 @@ from pathlib import Path
 from zlib import crc32
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 import experiments
 from experiments.building import PAGES, ROOT, built, page_with, write
@@ -119,7 +119,7 @@ def show(chosen: dict[str, Result], arguments: argparse.Namespace) -> None:
     settings = Settings(runs=arguments.runs, results=arguments.results)
     console = Console()
     if arguments.every_run:
-        table = Table("run", "state", "one H200, about")
+        table = Table(Column("run", overflow="fold"), "state", "one H200, about")
         for run in needed(chosen, arguments):
             found = state(run, settings, known)
             cost = "" if found == "finished" else in_words(seconds(run, rows))

@@ -17,7 +17,7 @@ def label_corruption(
         (
             share,
             tuple(
-                tuple(runs(recipe, seeds, label_corruption=share))
+                tuple(runs(recipe, seeds, **_corrupted(share)))
                 for recipe in ("vgg16_plain", "vgg16_ce")
             ),
         )
@@ -25,6 +25,11 @@ def label_corruption(
     )
     needs = tuple(run for _, pair in found for own in pair for run in own)
     return Result(name, title, claim, needs, partial(_corruption, found))
+
+
+def _corrupted(share: float) -> dict[str, Any]:
+    """Labels drawn from all classes, the usual protocol; nothing if there are none to draw."""
+    return {"label_corruption": share, "label_corruption_to": "any"} if share else {}
 
 
 def _corruption(found: Any, rows: Rows) -> Built:
