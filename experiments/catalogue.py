@@ -5,6 +5,7 @@ from experiments.detection import Line as Detection
 from experiments.detection import detection_table
 from experiments.figures import ablation, bars, curves, sweep
 from experiments.lasting_result import lasting
+from experiments.looking import gradcam, magnitude
 from experiments.measures_table import measures
 from experiments.result import Result
 from experiments.special import betas, correlation, label_corruption
@@ -61,6 +62,11 @@ PAPER: tuple[Result, ...] = (
             Line("ShuffleNetV2 1×", "SE", "shufflenetv2_x1_0_se", 70.7, 89.6),
             Line("ShuffleNetV2 1×", "CE", "shufflenetv2_x1_0_ce", 71.2, 89.8),
         ),
+    ),
+    magnitude(
+        "fig_magnitude", "Fig. CEplot: ℓ2 over channels after the first norm, VGG-16, CIFAR-10",
+        "the channels have a larger magnitude at every location with CE",
+        (("BN", "vgg16_plain"), ("BN+CE", "vgg16_ce")), SEEDS,
     ),
     curves(
         "fig_curves", "Fig. CEeuqal a: error by epoch, ResNet-50, ImageNet",
@@ -144,6 +150,12 @@ PAPER: tuple[Result, ...] = (
             Line("ResNet-18", "SW", "resnet18_sw", 71.6),
             Line("ResNet-18", "CE", "resnet18_ce", 71.9),
         ),
+    ),
+    gradcam(
+        "fig_gradcam", "Fig. inputIDbranch: Grad-CAM for the true class, ResNet-50, ImageNet",
+        "CE sees more of the object and less of the background than BD",
+        (("plain", "resnet50_plain"), ("SE", "resnet50_se"), ("BD", "resnet50_bd"),
+         ("CE", "resnet50_ce")),
     ),
     ablation(
         "fig_ablation_activations", "Fig. relu-norm-drop a: activations, VGG-16, CIFAR-10",

@@ -6,19 +6,26 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
 from experiments import building, costs, drawing, tables, uncertainty
 from experiments.catalogue import RESULTS
+from experiments.collecting import collect, parts_of
 from experiments.result import Result, Rows
 from experiments.runs import LOOK_EVERY, DetectorRun, Run, runs
 from experiments.scheduling import Settings, state
 from scipy import stats
+from torch import nn
 
+from cenet.analysis.command import examine
 from cenet.detection.command import parse as parse_detector
 from cenet.train import RECIPES
 from cenet.train.command import parse
+from cenet.train.options import Options
+from cenet.train.run import Job, train
+from cenet.train.weights import load_run
 
 ROOT = Path(__file__).parent.parent
 EVERY = list(dict.fromkeys(run for result in RESULTS.values() for run in result.needs))
@@ -152,12 +159,22 @@ def test_what_runs_lack(tmp_path):
     assert there.lacks(detector) is None
 
 
+def test_grad_cams_need_their_package(tmp_path, monkeypatch):
+    monkeypatch.setattr("experiments.scheduling.find_spec", lambda name: None)
+    settings = Settings(data={"imagenet": tmp_path}, runs=tmp_path)
+    assert settings.lacks(Run("resnet50_se")) == "grad-cam package (pip install 'cenet[gradcam]')"
+    assert settings.lacks(Run("resnet18_se")) is None
+
+
 def test_costs():
     hours = costs.seconds(Run("resnet50_ce"), []) / 3600
     assert hours == pytest.approx(100 * 1_281_167 / 5_300 / 3600, rel=0.01)  # 6.7 h
-    assert costs.seconds(Run("vgg16_ce"), []) == pytest.approx(160 * 50_000 / 67_000 + 20)
+    assert costs.seconds(Run("vgg16_ce"), []) == pytest.approx(
+        (160 * 50_000 + 188 * 10_000) / 67_000 + 20
+    )
     known = [{"recipe": "mobilenetv2_100_ce", "epochs": "150", "seconds": s} for s in ("70", "50")]
-    assert costs.seconds(Run("mobilenetv2_100_ce"), known) == 70
+    ablation = 124 * 5_000 / (4 * 5_300)
+    assert costs.seconds(Run("mobilenetv2_100_ce"), known) == pytest.approx(70 + ablation)
     watched = Run("vgg16_ce", watched=True)
     assert costs.seconds(watched, []) > 2 * costs.seconds(Run("vgg16_ce"), [])
 
@@ -187,17 +204,24 @@ def filled(result: Result, folder: Path) -> None:
                        "prunable", "duplicates", "participation_share", "correlation", "gini",
                        "mean_activation"):  # fmt: skip
             own[column] = share
+        own |= {"betas": 1000, "betas_nonpositive": 100 * (place + 1), "relu_betas": 400,
+                "relu_betas_nonpositive": 100 + place}  # fmt: skip
         ratios = [i / 10 for i in range(11)]
         found = {
             "runs": [own],
             "layers": [name | {"layer": i, "channels": 64, "correlation": share * (i + 1),
-                               "beta_nonpositive": share} for i in range(6)],
+                               "correlation_in_groups": share} for i in range(6)],
             "epochs": [name | {"epoch": e, "train_top1": 0.2 * e, "test_top1": 0.1 * e}
                        for e in range(1, 4)],
             "ablation": [name | {"ratio": r, "random": 0.9 - r * share,
                                  "least_important_first": 0.9} for r in ratios],
             "looks": [name | {"step": 400 * s, "layer": f"l{i}", "correlation": share}
                       for s in range(3) for i in range(6)],
+            "maps": [name | {"layer": "f", "i": i, "j": j, "value": share + i + 2 * j}
+                     for i in range(3) for j in range(4)],
+            "cams": [name | {"image": k, "label": "a", "target": "a", "predicted": f"p{place}",
+                             "i": i, "j": j, "value": (i + j) / 2}
+                     for k in range(2) for i in range(2) for j in range(2)],
         }  # fmt: skip
         tables.add(found, folder)
 
@@ -226,6 +250,105 @@ def test_numbers_of_a_table(tmp_path):
     assert [line["top-1"] for line in lines] == ["89.90 %", "89.80 %", "89.70 %", "89.60 %"]
     assert [line["difference (95 %)"] for line in lines] == ["", "−0.10", "−0.20", "−0.30"]
     assert [line["paper's top-1"] for line in lines] == ["76.6 %", "77.0 %", "77.3 %", "78.3 %"]
+
+
+def test_both_shares_of_nonpositive_betas(tmp_path):
+    result = RESULTS["table_beta"]
+    filled(result, tmp_path)
+    lines = result.build(Rows(tmp_path)).table
+    assert [line["β ≤ 0, all batch norms"] for line in lines] == [
+        "10.0% of 1,000", "20.0% of 1,000", "30.0% of 1,000",
+    ]  # fmt: skip
+    assert [line["β ≤ 0, directly before ReLU"] for line in lines] == [
+        "25.0% of 400", "25.2% of 400", "25.5% of 400",
+    ]  # fmt: skip
+    assert [line["paper"] for line in lines] == ["76.0 %", "76.7 %", "81.8 %"]
+
+
+def test_maps_are_averaged_over_seeds_and_compared(tmp_path):
+    result = RESULTS["fig_magnitude"]
+    (plain, ce) = ([run for run in result.needs if run.recipe == f"vgg16_{row}"]
+                   for row in ("plain", "ce"))  # fmt: skip
+    grids = {
+        plain[0]: [[1.0, 2.0]], plain[1]: [[3.0, 4.0]],  # mean 2, 3
+        ce[0]: [[2.5, 2.0]],
+    }  # fmt: skip
+    for run, grid in grids.items():
+        maps = [{"name": run.name, "layer": "f", "i": i, "j": j, "value": value}
+                for i, line in enumerate(grid) for j, value in enumerate(line)]  # fmt: skip
+        tables.add({"runs": [row(run.name)], "maps": maps}, tmp_path)
+    made = result.build(Rows(tmp_path))
+    lines = [list(line.values()) for line in made.table]
+    assert lines[0] == ["BN", "2", "2.500 ± 1.414", "2.000", "3.000"]
+    assert lines[1] == ["BN+CE", "1", "2.250", "2.000", "2.500", "50%"]
+    shown = [axes.images[0].get_array().tolist() for axes in made.figure.axes[:2]]
+    assert shown == [[[2.0, 3.0]], [[2.5, 2.0]]]
+    assert made.figure.axes[0].images[0].get_clim() == made.figure.axes[1].images[0].get_clim()
+    drawing.plt.close(made.figure)
+
+
+def test_grad_cams_of_the_paper_and_se_side_by_side(tmp_path):
+    result = RESULTS["fig_gradcam"]
+    filled(result, tmp_path)
+    made = result.build(Rows(tmp_path))
+    assert [line[""] for line in made.table] == ["plain", "SE", "BD", "CE"]
+    assert [line["image 2, a"] for line in made.table] == ["p0", "p1", "p2", "p3"]
+    assert len(made.figure.axes) == 2 * 4
+    assert made.figure.axes[5].images[0].get_array().tolist() == [[0, 0.5], [0.5, 1]]
+    drawing.plt.close(made.figure)
+
+
+def test_a_run_leaves_rows_with_the_columns_of_the_committed_ones(tmp_path):
+    """Trained, measured and collected as the driver does, in this process."""
+    pytest.importorskip("pytorch_grad_cam")
+    (run,) = {run.smoke() for run in RESULTS["fig_gradcam"].needs if run.recipe == "resnet50_ce"}
+    assert parts_of(run) == {"maps", "cams"}  # on digits, of VGG and ResNet
+    assert parts_of(Run("vgg16_ce")) == {"maps"}
+    assert parts_of(Run("resnet50_se")) == {"cams"}
+    assert parts_of(Run("vgg16_ce", watched=True)) == parts_of(Run("vgg16_bd")) == frozenset()
+    train(Job(run.made, Options(tmp_path)))
+    found, _ = examine(str(tmp_path), None, tmp_path, ablation_images="all")
+    rows = collect(run, tmp_path, "command")
+    for table in ("runs", "layers", "ablation"):
+        assert list(rows[table][0]) == list(tables.read(table)[0]), table
+    assert {row["images"] for row in rows["ablation"]} == {found.data.images}
+    (own,) = rows["runs"]
+    network = load_run(tmp_path)
+    norms = [norm for norm in network.modules() if isinstance(norm, nn.BatchNorm2d)]
+    betas = [beta for norm in norms for beta in norm.bias.tolist()]
+    assert (own["betas"], own["betas_nonpositive"]) == (len(betas), sum(b <= 0 for b in betas))
+    assert own["relu_betas"] == own["relu_betas_nonpositive"] == 0  # CE is between
+    first = found.layers[0]
+    assert [row["value"] for row in rows["maps"]] == [*chain(*first.magnitude_before)]
+    assert {row["layer"] for row in rows["maps"]} == {first.name}
+    side = len(found.gradcam[0].evidence)
+    assert len(rows["cams"]) == 4 * side**2
+    for row in rows["cams"]:
+        cam = found.gradcam[row["image"]]
+        assert row["value"] == cam.evidence[row["i"]][row["j"]]
+        assert row["label"] == row["target"] == cam.label
+        assert row["predicted"] == cam.predicted
+    content = json.loads((tmp_path / "diagnosis.json").read_text())
+    del content["batch_norms"]
+    for layer in content["layers"]:
+        del layer["magnitude_before"], layer["correlation_in_groups"]
+    for cam in content["gradcam"]:
+        del cam["target"], cam["evidence"]
+    (tmp_path / "diagnosis.json").write_text(json.dumps(content | {"version": 2}))
+    with pytest.raises(ValueError, match=r"is of an earlier version .*; remove it, and the same"):
+        collect(run, tmp_path, "command")
+
+
+def test_images_of_the_ablation(tmp_path):
+    def asked(run, **options):
+        command = Settings(runs=tmp_path, **options).diagnosing(run)
+        return command[command.index("--ablation-images") + 1]
+
+    assert asked(Run("vgg16_ce")) == asked(Run("digits_ce")) == "all"
+    assert asked(Run("resnet50_ce")) == "5000"
+    assert asked(Run("vgg16_ce"), ablation_images=1000) == "1000"
+    assert asked(Run("resnet50_ce"), ablation_images="all") == "all"
+    assert asked(Run("resnet50_ce"), ablation_images=0) == "0"
 
 
 def test_label_corruption_matches_training_error(tmp_path):
@@ -281,6 +404,8 @@ def test_committed_rows_say_where_they_come_from():
     [
         (("list", "table9"), "table9 is none of fig1a, "),
         (("train", "--data", "cifar10"), "--data cifar10 must be SET=FOLDER with a folder that"),
+        (("train", "--ablation-images", "-3"), "-3 must be a whole number or all"),
+        (("train", "--ablation-images", "few"), "few must be a whole number or all"),
         (("train", "--jobs", "0"), "--jobs 0 must be at least 1"),
         (("train", "--task", "3/3"), "--task 3/3 must be I/N with I from 0 to N - 1"),
     ],
