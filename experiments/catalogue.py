@@ -9,6 +9,7 @@ from experiments.figures import ablation, bars, curves, sweep
 from experiments.inference import Line as Cost
 from experiments.inference import inference_table
 from experiments.lasting_result import lasting
+from experiments.looking import gradcam, magnitude
 from experiments.measures_table import measures
 from experiments.result import Result
 from experiments.selection import Grid, selected_table
@@ -92,6 +93,11 @@ PAPER: tuple[Result, ...] = (
             Cost("ShuffleNetV2 1×", "shufflenetv2_x1_0", "se", 0.15),
             Cost("ShuffleNetV2 1×", "shufflenetv2_x1_0", "ce", 0.16),
         ),
+    ),
+    magnitude(
+        "fig_magnitude", "Fig. CEplot: ℓ2 over channels after the first norm, VGG-16, CIFAR-10",
+        "the channels have a larger magnitude at every location with CE",
+        (("BN", "vgg16_plain"), ("BN+CE", "vgg16_ce")), SEEDS,
     ),
     curves(
         "fig_curves", "Fig. CEeuqal a: error by epoch, ResNet-50, ImageNet",
@@ -189,6 +195,12 @@ PAPER: tuple[Result, ...] = (
             Line("ResNet-50", "CE behind the second", "resnet50_ce2", 77.9),
             Line("ResNet-50", "CE behind the third", "resnet50_ce", 78.3),
         ),
+    ),
+    gradcam(
+        "fig_gradcam", "Fig. inputIDbranch: Grad-CAM for the true class, ResNet-50, ImageNet",
+        "CE sees more of the object and less of the background than BD",
+        (("plain", "resnet50_plain"), ("SE", "resnet50_se"), ("BD", "resnet50_bd"),
+         ("CE", "resnet50_ce")),
     ),
     ablation(
         "fig_ablation_activations", "Fig. relu-norm-drop a: activations, VGG-16, CIFAR-10",

@@ -3,6 +3,7 @@
 import csv
 import json
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -11,6 +12,7 @@ from cenet.analysis.command import FILE
 from cenet.analysis.diagnosis import Diagnosis, Layer
 from cenet.train.course import Course
 from cenet.train.logbook import ABOUT, CHANNELS, METRICS, read_metrics, read_run
+from experiments.catalogue import RESULTS
 from experiments.detection import last_row
 from experiments.lasting import ABOUT as LASTING
 from experiments.lasting import TASKS
@@ -35,7 +37,7 @@ def collect(run: Run, folder: Path, command: str, commit: str = "") -> dict[str,
         commit: of the code, where git is not at hand.
 
     Raises:
-        ValueError: the folder holds another run.
+        ValueError: the folder holds another run, or a diagnosis of an earlier version.
     """
     if isinstance(run, LastingRun):
         return _tasks(run, folder, command, commit)
@@ -53,10 +55,18 @@ def collect(run: Run, folder: Path, command: str, commit: str = "") -> dict[str,
     }  # fmt: skip
     if isinstance(run, DetectorRun):
         return {"detections": [about | last_row(folder)]}
+    if not run.is_diagnosed:
+        return {"trials": [about | _accuracies(metrics)]}
     found = Diagnosis.read(folder / FILE)
+    if found.batch_norms is None:
+        raise ValueError(
+            f"{folder / FILE} is of an earlier version and has no batch_norms and no "
+            "magnitude_before; remove it, and the same command measures again"
+        )
+    parts = parts_of(run)
     name = {"name": run.name}
     return {
-        "runs": [about | _of_the_network(found, metrics)],
+        "runs": [about | _accuracies(metrics) | _of_the_network(found)],
         "layers": [name | _of_a_layer(i, layer) for i, layer in enumerate(found.layers)],
         "epochs": [
             name | {"epoch": row["epoch"]} | {column: row[column] for column in CURVES}
@@ -64,7 +74,20 @@ def collect(run: Run, folder: Path, command: str, commit: str = "") -> dict[str,
         ],
         "ablation": [name | row for row in _ablation(found)],
         "looks": [name | row for row in _looks(folder)] if run.watched else [],
+        "maps": [name | row for row in _map(found.layers[0])] if "maps" in parts else [],
+        "cams": [name | row for row in _cams(found)] if "cams" in parts else [],
     }
+
+
+@cache
+def parts_of(run: Run) -> frozenset[str]:
+    """Tables of pixels that the run fills because a figure shows them."""
+    return frozenset(
+        part
+        for result in RESULTS.values()
+        for part in result.parts
+        if any(run in (own, own.smoke()) for own in result.needs)
+    )
 
 
 def check_same(run: Run, recipe: Course, folder: Path) -> None:
@@ -96,13 +119,19 @@ def _tasks(run: LastingRun, folder: Path, command: str, commit: str) -> dict[str
     return {"lasting": [row], "tasks": [{"name": run.name} | task for task in tasks]}
 
 
-def _of_the_network(found: Diagnosis, metrics: Rows) -> dict[str, Any]:
-    last, layers = metrics[-1], found.layers
-    channels = sum(layer.channels for layer in layers)
-    row: dict[str, Any] = {
+def _accuracies(metrics: Rows) -> dict[str, Any]:
+    """After the last epoch; of a run that holds training images out, on those."""
+    last = metrics[-1]
+    return {
         "top1": last["test_top1"], "top5": last["test_top5"], "train_loss": last["train_loss"],
         "train_top1": last["train_top1"], "test_loss": last["test_loss"],
     }  # fmt: skip
+
+
+def _of_the_network(found: Diagnosis) -> dict[str, Any]:
+    layers = found.layers
+    channels = sum(layer.channels for layer in layers)
+    row: dict[str, Any] = {}
     for name in COUNTED:
         first = fmean(len(getattr(layer, name)) / layer.channels for layer in layers[:FIRST])
         row[f"{name}_first_six"] = first
@@ -110,11 +139,19 @@ def _of_the_network(found: Diagnosis, metrics: Rows) -> dict[str, Any]:
     row["weak_contribution"] = _weak(layers) / channels
     row["participation_share"] = fmean(layer.participation_share or 0.0 for layer in layers)
     row["correlation"] = fmean(layer.correlation or 0.0 for layer in layers)
+    grouped = [layer.correlation_in_groups for layer in layers]
+    known = [value for value in grouped if value is not None]
+    row["correlation_in_groups"] = fmean(known) if known else ""
     row["mean_activation"] = fmean(fmean(layer.mean_abs) for layer in layers)
     mixes = [layer.mix for layer in layers if layer.mix is not None]
     row["lambda"] = fmean(mixes) if mixes else ""
     row["gini"] = "" if found.importance is None else found.importance.gini
     row["verdict"] = found.verdict.kind
+    norms = found.batch_norms or ()
+    before_relu = [norm for norm in norms if norm.activation == "relu"]
+    for name, counted in (("betas", norms), ("relu_betas", before_relu)):
+        row[name] = sum(norm.channels for norm in counted)
+        row[f"{name}_nonpositive"] = sum(norm.nonpositive for norm in counted)
     return row
 
 
@@ -123,7 +160,9 @@ def _of_a_layer(number: int, layer: Layer) -> dict[str, Any]:
     row |= {name: len(getattr(layer, name)) / layer.channels for name in COUNTED}
     row["weak_contribution"] = _weak([layer]) / layer.channels
     row["participation_share"] = layer.participation_share or 0.0
-    row["correlation"] = "" if layer.correlation is None else layer.correlation
+    for name in ("correlation", "correlation_in_groups"):
+        value = getattr(layer, name)
+        row[name] = "" if value is None else value
     row["mean_activation"] = fmean(layer.mean_abs)
     row["lambda"] = "" if layer.mix is None else layer.mix
     beta = None if layer.beta is None else layer.beta.share_nonpositive
@@ -150,6 +189,28 @@ def _ablation(found: Diagnosis) -> Rows:
         for ratio, random, ordered in zip(
             curve.ratios, curve.top1, curve.least_important_first, strict=True
         )
+    ]  # fmt: skip
+
+
+def _map(layer: Layer) -> Rows:
+    """ℓ2 over channels at each location, before the activation."""
+    return [
+        {"layer": layer.name, "i": i, "j": j, "value": "" if value is None else value}
+        for i, line in enumerate(layer.magnitude_before or ())
+        for j, value in enumerate(line)
+    ]
+
+
+def _cams(found: Diagnosis) -> Rows:
+    """Evidence for a class in each field of a few images."""
+    return [
+        {
+            "image": number, "label": cam.label or "", "target": cam.target,
+            "predicted": cam.predicted, "i": i, "j": j, "value": value,
+        }
+        for number, cam in enumerate(found.gradcam)
+        for i, line in enumerate(cam.evidence or ())
+        for j, value in enumerate(line)
     ]  # fmt: skip
 
 

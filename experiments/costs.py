@@ -23,7 +23,12 @@ MULTIPLY_ADDS = {  # billions at 224×224
 FASTEST = 4.0  # times ResNet-50
 WATCHED = 3.0  # times as long as in CUDA graphs
 DETECTION = 54.0  # images a second of Mask R-CNN, batch 16 (docs/detection.md)
-START = 20.0  # seconds, with the diagnosis
+START = 20.0  # seconds, with the diagnosis but for the ablation
+# test images that are ablated, and how often a network takes each: 60 times, and once per channel.
+# A pass in float32 counts like a step of training in bfloat16
+ABLATED = {"imagenet": 5_000, "cifar10": 10_000, "tinyimagenet": 10_000, "digits": 450}
+PASSES = {"vgg16": 60 + 128}
+PASSES_OF_OTHERS = 60 + 64
 
 
 def seconds(run: Run, rows: list[Row]) -> float:
@@ -39,16 +44,18 @@ def seconds(run: Run, rows: list[Row]) -> float:
     if isinstance(run, DetectorRun):
         return IMAGES[recipe.dataset] * recipe.epochs / DETECTION
     speed = SPEEDS.get((recipe.network, recipe.image_size))
+    passes = ABLATED[recipe.dataset] * PASSES.get(recipe.network, PASSES_OF_OTHERS)
+    start = START + passes / (speed or _about(recipe.network, recipe.image_size))
     known = [
         float(row["seconds"])
         for row in rows
         if row["recipe"] == run.recipe and int(row["epochs"]) == recipe.epochs
     ]
     if speed is None and known and not run.watched:
-        return START + min(known)
+        return start + min(known)
     images = IMAGES[recipe.dataset] * recipe.epochs
     speed = speed or _about(recipe.network, recipe.image_size)
-    return START + images / speed * (WATCHED if run.watched else 1.0)
+    return start + images / speed * (WATCHED if run.watched else 1.0)
 
 
 def _about(network: str, size: int) -> float:

@@ -17,8 +17,8 @@ def bars(
     name: str, title: str, claim: str, compared: Labelled, seeds: Mapping[str, int] = ONE
 ) -> Result:
     """The paper's inhibited channels, dormant channels and test error of labelled recipes."""
-    found = _labelled(compared, seeds)
-    return Result(name, title, claim, _all(found), partial(_bars, found))
+    found = labelled(compared, seeds)
+    return Result(name, title, claim, all_of(found), partial(_bars, found))
 
 
 def _bars(compared: Sequence[tuple[str, tuple[Run, ...]]], rows: Rows) -> Built:
@@ -61,8 +61,8 @@ def ablation(
     name: str, title: str, claim: str, compared: Labelled, seeds: Mapping[str, int] = ONE
 ) -> Result:
     """Accuracy while channels of one layer are set to zero, at random and by importance."""
-    found = _labelled(compared, seeds)
-    return Result(name, title, claim, _all(found), partial(_ablation, found))
+    found = labelled(compared, seeds)
+    return Result(name, title, claim, all_of(found), partial(_ablation, found))
 
 
 def _ablation(compared: Sequence[tuple[str, tuple[Run, ...]]], rows: Rows) -> Built:
@@ -133,8 +133,8 @@ def curves(
     name: str, title: str, claim: str, compared: Labelled, seeds: Mapping[str, int] = ONE
 ) -> Result:
     """Error of training and test by epoch."""
-    found = _labelled(compared, seeds)
-    return Result(name, title, claim, _all(found), partial(_curves, found))
+    found = labelled(compared, seeds)
+    return Result(name, title, claim, all_of(found), partial(_curves, found))
 
 
 def _curves(compared: Sequence[tuple[str, tuple[Run, ...]]], rows: Rows) -> Built:
@@ -163,10 +163,11 @@ def _curves(compared: Sequence[tuple[str, tuple[Run, ...]]], rows: Rows) -> Buil
     return Built(table, drawn(figure))
 
 
-def _labelled(compared: Labelled, seeds: Mapping[str, int]) -> Any:
+def labelled(compared: Labelled, seeds: Mapping[str, int]) -> Any:
     """The runs of each recipe: as many as `seeds` has for it, else one."""
     return tuple((label, tuple(runs(recipe, seeds.get(recipe, 1)))) for label, recipe in compared)
 
 
-def _all(compared: Sequence[tuple[str, tuple[Run, ...]]]) -> tuple[Run, ...]:
+def all_of(compared: Sequence[tuple[str, tuple[Run, ...]]]) -> tuple[Run, ...]:
+    """The runs of all labels."""
     return tuple(run for _, own in compared for run in own)

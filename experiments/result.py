@@ -71,6 +71,7 @@ class Result:
         build: makes it of what is there.
         then: the runs that these rows choose; none as long as they cannot.
         later: how many runs `then` will be.
+        parts: tables of pixels (`maps`, `cams`) that only the runs of such results fill.
     """
 
     name: str
@@ -80,3 +81,4 @@ class Result:
     build: Callable[[Rows], Built] = field(repr=False)
     then: Callable[[Rows], Sequence[Run]] = field(default=_nothing, repr=False)
     later: int = 0
+    parts: tuple[str, ...] = ()

@@ -7,19 +7,23 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from cenet.analysis.command import FILE
 from cenet.train.logbook import METRICS, read_metrics
 from cenet.train.weights import WEIGHTS
-from experiments.collecting import collect
+from experiments.collecting import collect, parts_of
 from experiments.runs import Run
 from experiments.tables import RESULTS, add, names
 
 EMBEDDED = ("digits", "shapes")
 BATCH = 250  # of a diagnosis
+SMALL = 64  # height of images that are all ablated
+LARGE_IMAGES = 5000  # that are ablated of larger ones
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class Settings:
         jobs: runs at a time.
         processes: of each run; more than one are started by torchrun.
         minutes: after so long, runs that are not finished save and stop.
-        ablation_images: of the diagnosis.
+        ablation_images: of the diagnosis, or "all"; None: see `ablated`.
         device: of all runs.
         commit: of the code, where git is not at hand.
     """
@@ -46,7 +50,7 @@ class Settings:
     jobs: int = 1
     processes: int = 1
     minutes: float = float("inf")
-    ablation_images: int | None = None
+    ablation_images: int | Literal["all"] | None = None
     device: str = "auto"
     commit: str = ""
 
@@ -64,6 +68,8 @@ class Settings:
         dataset = run.dataset
         if dataset not in EMBEDDED and dataset not in self.data:
             return f"{dataset} (--data {dataset}=FOLDER)"
+        if "cams" in parts_of(run) and find_spec("pytorch_grad_cam") is None:
+            return "grad-cam package (pip install 'cenet[gradcam]')"
         first = run.begins_with
         if first is not None and not self._weights(first).is_file():
             return f"file of the weights of {first.name} ({self._weights(first)})"
@@ -83,13 +89,18 @@ class Settings:
     def diagnosing(self, run: Run) -> list[str]:
         """The command that measures a finished run."""
         command = ["diagnose", str(self.folder(run)), "--batch", str(BATCH), *self._data(run)]
-        if self.ablation_images is not None:
-            command += ["--ablation-images", str(self.ablation_images)]
+        chosen = self.ablation_images
+        command += ["--ablation-images", str(ablated(run) if chosen is None else chosen)]
         return [*command, "--device", self.device]
 
     def _data(self, run: Run) -> list[str]:
         place = self.data.get(run.dataset)
         return [] if place is None else ["--data", str(place)]
+
+
+def ablated(run: Run) -> int | Literal["all"]:
+    """Images of the ablation of a run: all of a test set of small images."""
+    return "all" if run.made.image_size <= SMALL else LARGE_IMAGES
 
 
 def state(run: Run, settings: Settings, known: set[str]) -> str:

@@ -40,7 +40,7 @@ class Grid:
 
     def chosen(self, recipe: str, rows: Rows) -> Setting | None:
         """The setting with the highest accuracy on held-out images; None until all were tried."""
-        found = [rows.values([trial], "top1") for trial in self.trials(recipe)]
+        found = [rows.values([trial], "top1", "trials") for trial in self.trials(recipe)]
         if not all(found):
             return None
         best = max(range(len(found)), key=lambda i: found[i][0])

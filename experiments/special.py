@@ -6,6 +6,7 @@ from typing import Any
 
 from experiments.result import Built, Result, Rows
 from experiments.runs import Run, runs
+from experiments.tables import Row
 from experiments.uncertainty import spread
 
 
@@ -65,7 +66,10 @@ def _corruption(found: Any, rows: Rows) -> Built:
 
 
 def correlation(name: str, title: str, claim: str, compared: tuple[tuple[str, str], ...]) -> Result:
-    """Mean absolute correlation: in two layers during training, and by layer afterwards."""
+    """Mean absolute correlation: in two layers during training, and by layer afterwards.
+
+    Over all pairs of channels; by layer also over the pairs inside groups.
+    """
     found = tuple((label, runs(recipe, watched=True)[0]) for label, recipe in compared)
     return Result(name, title, claim, tuple(run for _, run in found), partial(_correlation, found))
 
@@ -78,7 +82,7 @@ def _correlation(compared: tuple[tuple[str, Run], ...], rows: Rows) -> Built:
     for label, run in compared:
         looks = rows.of(run, "looks")
         if not looks:
-            table.append({"": label, "all layers": "not run"})
+            table.append({"": label, "all layers, all pairs": "not run"})
             continue
         names = list(dict.fromkeys(look["layer"] for look in looks))
         for panel, depth in ((axes[0], 1), (axes[1], len(names) - 2)):
@@ -86,20 +90,29 @@ def _correlation(compared: tuple[tuple[str, Run], ...], rows: Rows) -> Built:
             steps = [int(look["step"]) for look in own]
             panel.plot(steps, [float(look["correlation"] or "nan") for look in own], label=label)
             panel.set(title=f"layer {depth + 1}", xlabel="update", ylabel="mean |correlation|")
-        final = [float(row["correlation"] or "nan") for row in rows.of(run, "layers")]
-        axes[2].plot(range(1, len(final) + 1), final, marker="o", ms=3, label=label)
-        cells = {"": label, "shallow (layer 2)": f"{final[1]:.3f}"}
-        cells |= {"deep (last but one)": f"{final[-2]:.3f}", "all layers": f"{fmean(final):.3f}"}
+        cells = {"": label}
+        colour = axes[0].lines[-1].get_color()
+        for column, pairs, style in (
+            ("correlation", "all pairs", "-"), ("correlation_in_groups", "inside groups", "--"),
+        ):  # fmt: skip
+            final = [float(row[column] or "nan") for row in rows.of(run, "layers")]
+            axes[2].plot(
+                range(1, len(final) + 1), final, style, color=colour, marker="o", ms=3,
+                label=f"{label}, {pairs}",
+            )  # fmt: skip
+            cells[f"shallow (layer 2), {pairs}"] = f"{final[1]:.3f}"
+            cells[f"deep (last but one), {pairs}"] = f"{final[-2]:.3f}"
+            cells[f"all layers, {pairs}"] = f"{fmean(final):.3f}"
         table.append(cells)
     axes[2].set(title="after training", xlabel="layer", ylabel="mean |correlation|")
-    legend(axes[2])
+    legend(axes[2], fontsize=8)
     return Built(table, drawn(figure))
 
 
 def betas(
     name: str, title: str, claim: str, compared: tuple[tuple[str, str, float], ...]
 ) -> Result:
-    """Share of β ≤ 0 in the norms of trained plain networks."""
+    """Share of β ≤ 0 in all batch norms of plain networks, and in those right before a ReLU."""
     found = tuple((label, runs(recipe)[0], paper) for label, recipe, paper in compared)
     return Result(name, title, claim, tuple(run for _, run, _ in found), partial(_betas, found))
 
@@ -107,9 +120,14 @@ def betas(
 def _betas(compared: tuple[tuple[str, Run, float], ...], rows: Rows) -> Built:
     table = []
     for label, run, paper in compared:
-        layers = [row for row in rows.of(run, "layers") if row["beta_nonpositive"]]
-        channels = sum(int(row["channels"]) for row in layers)
-        share = sum(int(row["channels"]) * float(row["beta_nonpositive"]) for row in layers)
-        found = f"{share / channels:.1%}" if channels else "not run"
-        table.append({"": label, "β ≤ 0": found, "paper": f"{paper} %"})
+        cells = {"": label}
+        for places, text in (("betas", "all batch norms"), ("relu_betas", "directly before ReLU")):
+            found = [row for row in rows.of(run) if row[places]]
+            cells[f"β ≤ 0, {text}"] = _share(found[0], places) if found else "not run"
+        table.append(cells | {"paper": f"{paper} %"})
     return Built(table)
+
+
+def _share(row: Row, places: str) -> str:
+    count = int(row[places])
+    return f"{int(row[f'{places}_nonpositive']) / count:.1%} of {count:,}" if count else "none"

@@ -10,10 +10,12 @@ from typing import Any
 Row = dict[str, str]
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-# a row per run: of a classifier, a detector, or a network that learns task after task
-HEADS = ("runs", "detections", "lasting")
-# what a run is made of: a row per layer, epoch, share of removed channels, look, pixel, task
-PARTS = ("layers", "epochs", "ablation", "looks", "maps", "tasks")
+# a row per run: of a classifier, one that chooses settings on held-out images, a detector, or a
+# network that learns task after task
+HEADS = ("runs", "trials", "detections", "lasting")
+# what a run is made of: a row per layer, epoch, share of removed channels, look, location, field of
+# a Grad-CAM, task
+PARTS = ("layers", "epochs", "ablation", "looks", "maps", "cams", "tasks")
 DIGITS = 6  # that are kept of a number
 
 

@@ -79,7 +79,7 @@ def diagnosis(seed=0, *, layers=13, ce=True, name="cevgg16"):
     shown = [found[0], found[layers // 2], found[-1]]
     return {
         "format": "cenet.diagnosis",
-        "version": 2,
+        "version": 3,
         "model": {
             "name": name,
             "checkpoint": "runs/a/weights.safetensors",
@@ -105,6 +105,15 @@ def diagnosis(seed=0, *, layers=13, ce=True, name="cevgg16"):
         "layers": found,
         "threshold": 1e-2,
         "first_six": sum(one["inhibited_ratio"] for one in found[:6]) / len(found[:6]),
+        "batch_norms": [
+            {
+                "name": one["norm"],
+                "channels": one["channels"],
+                "nonpositive": 3,
+                "activation": "relu",
+            }
+            for one in found
+        ],
         "matrices": [
             {"layer": one["name"], "channels": list(range(24)), "values": matrix(draw, 24, ce)}
             for one in shown
@@ -134,6 +143,8 @@ def diagnosis(seed=0, *, layers=13, ce=True, name="cevgg16"):
                 "overlay": png(draw, 24),
                 "label": "cat",
                 "predicted": draw.choice(["cat", "dog"]),
+                "target": "cat",
+                "evidence": [[0.5] * 7] * 7,
             }
             for _ in range(4)
         ],
@@ -195,8 +206,10 @@ def layer(draw, index, layers, *, ce):
         "shared": False,
         "participation_ratio": channels * (0.3 + 0.1 * ce + draw.uniform(0, 0.2) - 0.2 * depth),
         "correlation": (0.08 if ce else 0.15) + draw.uniform(0, 0.05) + 0.1 * depth,
+        "correlation_in_groups": (0.02 if ce else 0.16) + 0.1 * depth,
         "constant": 1 if index == 3 else 0,
         "magnitude": magnitude(draw, side),
+        "magnitude_before": [[4.0] * side] * side,
         "gamma": {"mean": 0.4, "std": 0.1, "abs_below_1e-2": quiet},
         "beta": {"mean": -0.1, "std": 0.1, "share_nonpositive": 0.7},
         "inhibited": inhibited,

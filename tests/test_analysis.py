@@ -20,8 +20,8 @@ from cenet.analysis.statistics import LayerStatistics
 
 TOLERANCE = 1e-6
 STREAMED = (
-    "mean_abs", "mean_abs_error", "root_mean_square", "deviation", "firing", "magnitude", "mean",
-    "covariance",
+    "mean_abs", "mean_abs_error", "root_mean_square", "deviation", "firing", "magnitude",
+    "magnitude_before", "mean", "covariance",
 )  # fmt: skip
 
 
@@ -245,7 +245,7 @@ class Turned(nn.Module):
 def test_channels_are_followed_through_arithmetic_and_transposition():
     recorder = record(Turned().eval(), images(4, 6, channels=5))
     (site,) = recorder.sites.values()
-    assert site == ("act", "relu6", ("bn",), None, 3, 5)
+    assert site == ("act", "relu6", ("bn",), None, 3, 5, False)
 
 
 def test_sharded_over_processes_equals_one():
@@ -257,7 +257,7 @@ def test_sharded_over_processes_equals_one():
         assert reads.keys() == whole.reads.keys()
         for name, layer in whole.layers.items():
             assert (found[name]["images"], found[name]["pixels"]) == (9, layer.pixels)
-            for field in (*statistics.AFTER, "magnitude_sum", "mean", "scatter"):
+            for field in (*statistics.AFTER, *statistics.MAPS, "mean", "scatter"):
                 assert relative(found[name][field], getattr(layer, field)) < TOLERANCE
         for name, read in whole.reads.items():
             assert torch.equal(reads[name], read)

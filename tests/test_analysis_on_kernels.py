@@ -62,7 +62,14 @@ def test_recorder(training, device):
     for name, layer in expected.layers.items():
         own = found.layers[name]
         assert (own.mean - layer.mean).norm() < 1e-4 * layer.covariance.trace().sqrt()
-        for what in ("covariance", "mean_abs", "root_mean_square", "deviation", "magnitude"):
+        for what in (
+            "covariance",
+            "mean_abs",
+            "root_mean_square",
+            "deviation",
+            "magnitude",
+            "magnitude_before",
+        ):
             assert_close(f"{what} of {name}", getattr(own, what), getattr(layer, what), 1e-4)
         assert torch.equal(own.firing, layer.firing)
         assert_close(f"reads of {name}", found.reads[name], expected.reads[name], 1e-4)

@@ -179,6 +179,7 @@ def test_pictures_where_gradcam_is_installed(folder, tmp_path):
     assert all(not name.isdigit() and not name.startswith("n0") for name in names)
     assert all(cam.overlay.startswith("data:image/png;base64,") for cam in found.gradcam)
     assert found.gradcam[0].label is None
+    assert all(cam.target == cam.predicted for cam in found.gradcam)
     assert found.gradcam[0].image != found.gradcam[0].overlay
 
 
@@ -233,6 +234,10 @@ def test_how_many_images_are_ablated(monkeypatch):
     assert ablated(7, 8) == 7
     assert ablated(20, 9) == 5
     assert ablated(20, 9, ablation_images=6) == 6
+    assert ablated(20, 9, ablation_images="all") == 20
+    for wrong in (-1, "some"):
+        with pytest.raises(ValueError, match=f'ablation_images={wrong!r} must be 0 or more, or "a'):
+            ablated(20, 9, ablation_images=wrong)
 
 
 def test_removal_is_measured_over_the_same_images():
@@ -362,7 +367,7 @@ def test_hidden_folders_and_a_folder_of_test_images_alone(folder, tmp_path):
     ("edit", "message"),
     [
         (lambda d: d.update(format="other"), "this is not a diagnosis"),
-        (lambda d: d.update(version=1), "of version 1, not 2"),
+        (lambda d: d.update(version=1), "of version 1, not 3"),
         (lambda d: d.pop("layers"), r"missing \['layers'\], unknown \[\]"),
         (lambda d: d["layers"][0].update(extra=1), r"layers\[0\]: missing \[\], unknown \['extra'"),
         (lambda d: d["layers"][1].update(width="8"), r"layers\[1\].width must be of type int"),

@@ -6,12 +6,13 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 
 import pytest
 from experiments import building, costs, drawing, tables, uncertainty
 from experiments.catalogue import GRID, RESULTS
+from experiments.collecting import collect, parts_of
 from experiments.lasting import parse as parse_tasks
 from experiments.lasting_result import CASES
 from experiments.result import Result, Rows
@@ -21,11 +22,16 @@ from experiments.selection import finals
 from experiments.speed import epochs_until
 from experiments.tables import names
 from scipy import stats
+from torch import nn
 
+from cenet.analysis.command import examine
 from cenet.detection.command import parse as parse_detector
 from cenet.models.cost import PAPER_GFLOPS as NETWORKS
 from cenet.train import RECIPES
 from cenet.train.command import parse
+from cenet.train.options import Options
+from cenet.train.run import Job, train
+from cenet.train.weights import load_run
 
 ROOT = Path(__file__).parent.parent
 EVERY = list(dict.fromkeys(run for result in RESULTS.values() for run in result.needs))
@@ -173,14 +179,24 @@ def test_what_runs_lack(tmp_path):
     assert there.lacks(detector) is None
 
 
+def test_grad_cams_need_their_package(tmp_path, monkeypatch):
+    monkeypatch.setattr("experiments.scheduling.find_spec", lambda name: None)
+    settings = Settings(data={"imagenet": tmp_path}, runs=tmp_path)
+    assert settings.lacks(Run("resnet50_se")) == "grad-cam package (pip install 'cenet[gradcam]')"
+    assert settings.lacks(Run("resnet18_se")) is None
+
+
 def test_costs():
     tasks = 25 * 14 * 10_000 / 67_000 + 20
     assert costs.seconds(CASES[0].trials[0], []) == pytest.approx(tasks)
     hours = costs.seconds(Run("resnet50_ce"), []) / 3600
     assert hours == pytest.approx(100 * 1_281_167 / 5_300 / 3600, rel=0.01)  # 6.7 h
-    assert costs.seconds(Run("vgg16_ce"), []) == pytest.approx(160 * 50_000 / 67_000 + 20)
+    assert costs.seconds(Run("vgg16_ce"), []) == pytest.approx(
+        (160 * 50_000 + 188 * 10_000) / 67_000 + 20
+    )
     known = [{"recipe": "mobilenetv2_100_ce", "epochs": "150", "seconds": s} for s in ("70", "50")]
-    assert costs.seconds(Run("mobilenetv2_100_ce"), known) == 70
+    ablation = 124 * 5_000 / (4 * 5_300)
+    assert costs.seconds(Run("mobilenetv2_100_ce"), known) == pytest.approx(70 + ablation)
     watched = Run("vgg16_ce", watched=True)
     assert costs.seconds(watched, []) > 2 * costs.seconds(Run("vgg16_ce"), [])
 
@@ -230,17 +246,28 @@ def fill(run: Run, share: float, folder: Path) -> None:
                    "prunable", "duplicates", "participation_share", "correlation", "gini",
                    "mean_activation"):  # fmt: skip
         own[column] = share
+    place = round(1000 * share)
+    own |= {"betas": 1000, "betas_nonpositive": 100 * place, "relu_betas": 400,
+            "relu_betas_nonpositive": 99 + place}  # fmt: skip
+    if not run.is_diagnosed:
+        tables.add({"trials": [own]}, folder)
+        return
     ratios = [i / 10 for i in range(11)]
     found = {
         "runs": [own],
         "layers": [name | {"layer": i, "channels": 64, "correlation": share * (i + 1),
-                           "beta_nonpositive": share} for i in range(6)],
+                           "correlation_in_groups": share} for i in range(6)],
         "epochs": [name | {"epoch": e, "train_top1": 0.2 * e, "test_top1": 0.1 * e,
                            "train_loss": 1 / e} for e in range(1, 4)],
         "ablation": [name | {"ratio": r, "random": 0.9 - r * share,
                              "least_important_first": 0.9} for r in ratios],
         "looks": [name | {"step": 400 * s, "layer": f"l{i}", "correlation": share}
                   for s in range(3) for i in range(6)],
+        "maps": [name | {"layer": "f", "i": i, "j": j, "value": share + i + 2 * j}
+                 for i in range(3) for j in range(4)],
+        "cams": [name | {"image": k, "label": "a", "target": "a", "predicted": f"p{place - 1}",
+                         "i": i, "j": j, "value": (i + j) / 2}
+                 for k in range(2) for i in range(2) for j in range(2)],
     }  # fmt: skip
     tables.add(found, folder)
 
@@ -283,7 +310,7 @@ def test_settings_are_chosen_by_held_out_images_once_all_were_tried(tmp_path):
     assert not any(run.is_diagnosed for run in trials)
     for place, trial in enumerate(trials):
         assert finals(recipe, GRID, 5, Rows(tmp_path)) == []
-        tables.add({"runs": [row(trial.name, top1=0.9 if place == 2 else 0.1 * place)]}, tmp_path)
+        tables.add({"trials": [row(trial.name, top1=0.9 if place == 2 else 0.1 * place)]}, tmp_path)
     chosen = finals(recipe, GRID, 5, Rows(tmp_path))
     assert [run.seed for run in chosen] == [0, 1, 2, 3, 4]
     assert {(r.made.lr, r.made.weight_decay, r.made.holdout) for r in chosen} == {
@@ -322,7 +349,7 @@ def test_epochs_until_a_curve_is_there(values, target, sign, expected):
 def test_learning_speed_is_against_the_plain_network_of_the_seed(tmp_path):
     result = RESULTS["learning_speed"]
     for run in result.needs:
-        tables.add({"runs": [row(run.name)]}, tmp_path)
+        tables.add({"trials": [row(run.name)]}, tmp_path)
     for run in result.then(Rows(tmp_path)):
         # twice as fast as the plain network, whose loss is 1 / epoch
         faster = 2 if run.recipe.endswith("_ce") else 1
@@ -346,6 +373,105 @@ def test_the_rate_over_many_tasks_is_the_best_of_a_seed_that_counts_no_more(tmp_
     found = case.finals(3, Rows(tmp_path))
     assert [run.seed for run in found] == [1, 2, 3]
     assert {run.made.lr for run in found} == {0.02}
+
+
+def test_both_shares_of_nonpositive_betas(tmp_path):
+    result = RESULTS["table_beta"]
+    filled(result, tmp_path)
+    lines = result.build(Rows(tmp_path)).table
+    assert [line["β ≤ 0, all batch norms"] for line in lines] == [
+        "10.0% of 1,000", "20.0% of 1,000", "30.0% of 1,000",
+    ]  # fmt: skip
+    assert [line["β ≤ 0, directly before ReLU"] for line in lines] == [
+        "25.0% of 400", "25.2% of 400", "25.5% of 400",
+    ]  # fmt: skip
+    assert [line["paper"] for line in lines] == ["76.0 %", "76.7 %", "81.8 %"]
+
+
+def test_maps_are_averaged_over_seeds_and_compared(tmp_path):
+    result = RESULTS["fig_magnitude"]
+    (plain, ce) = ([run for run in result.needs if run.recipe == f"vgg16_{row}"]
+                   for row in ("plain", "ce"))  # fmt: skip
+    grids = {
+        plain[0]: [[1.0, 2.0]], plain[1]: [[3.0, 4.0]],  # mean 2, 3
+        ce[0]: [[2.5, 2.0]],
+    }  # fmt: skip
+    for run, grid in grids.items():
+        maps = [{"name": run.name, "layer": "f", "i": i, "j": j, "value": value}
+                for i, line in enumerate(grid) for j, value in enumerate(line)]  # fmt: skip
+        tables.add({"runs": [row(run.name)], "maps": maps}, tmp_path)
+    made = result.build(Rows(tmp_path))
+    lines = [list(line.values()) for line in made.table]
+    assert lines[0] == ["BN", "2", "2.500 ± 1.414", "2.000", "3.000"]
+    assert lines[1] == ["BN+CE", "1", "2.250", "2.000", "2.500", "50%"]
+    shown = [axes.images[0].get_array().tolist() for axes in made.figure.axes[:2]]
+    assert shown == [[[2.0, 3.0]], [[2.5, 2.0]]]
+    assert made.figure.axes[0].images[0].get_clim() == made.figure.axes[1].images[0].get_clim()
+    drawing.plt.close(made.figure)
+
+
+def test_grad_cams_of_the_paper_and_se_side_by_side(tmp_path):
+    result = RESULTS["fig_gradcam"]
+    filled(result, tmp_path)
+    made = result.build(Rows(tmp_path))
+    assert [line[""] for line in made.table] == ["plain", "SE", "BD", "CE"]
+    assert [line["image 2, a"] for line in made.table] == ["p0", "p1", "p2", "p3"]
+    assert len(made.figure.axes) == 2 * 4
+    assert made.figure.axes[5].images[0].get_array().tolist() == [[0, 0.5], [0.5, 1]]
+    drawing.plt.close(made.figure)
+
+
+def test_a_run_leaves_rows_with_the_columns_of_the_committed_ones(tmp_path):
+    """Trained, measured and collected as the driver does, in this process."""
+    pytest.importorskip("pytorch_grad_cam")
+    (run,) = {run.smoke() for run in RESULTS["fig_gradcam"].needs if run.recipe == "resnet50_ce"}
+    assert parts_of(run) == {"maps", "cams"}  # on digits, of VGG and ResNet
+    assert parts_of(Run("vgg16_ce")) == {"maps"}
+    assert parts_of(Run("resnet50_se")) == {"cams"}
+    assert parts_of(Run("vgg16_ce", watched=True)) == parts_of(Run("vgg16_bd")) == frozenset()
+    train(Job(run.made, Options(tmp_path)))
+    found, _ = examine(str(tmp_path), None, tmp_path, ablation_images="all")
+    rows = collect(run, tmp_path, "command")
+    for table in ("runs", "layers", "ablation"):
+        assert list(rows[table][0]) == list(tables.read(table)[0]), table
+    assert {row["images"] for row in rows["ablation"]} == {found.data.images}
+    (own,) = rows["runs"]
+    network = load_run(tmp_path)
+    norms = [norm for norm in network.modules() if isinstance(norm, nn.BatchNorm2d)]
+    betas = [beta for norm in norms for beta in norm.bias.tolist()]
+    assert (own["betas"], own["betas_nonpositive"]) == (len(betas), sum(b <= 0 for b in betas))
+    assert own["relu_betas"] == own["relu_betas_nonpositive"] == 0  # CE is between
+    first = found.layers[0]
+    assert [row["value"] for row in rows["maps"]] == [*chain(*first.magnitude_before)]
+    assert {row["layer"] for row in rows["maps"]} == {first.name}
+    side = len(found.gradcam[0].evidence)
+    assert len(rows["cams"]) == 4 * side**2
+    for row in rows["cams"]:
+        cam = found.gradcam[row["image"]]
+        assert row["value"] == cam.evidence[row["i"]][row["j"]]
+        assert row["label"] == row["target"] == cam.label
+        assert row["predicted"] == cam.predicted
+    content = json.loads((tmp_path / "diagnosis.json").read_text())
+    del content["batch_norms"]
+    for layer in content["layers"]:
+        del layer["magnitude_before"], layer["correlation_in_groups"]
+    for cam in content["gradcam"]:
+        del cam["target"], cam["evidence"]
+    (tmp_path / "diagnosis.json").write_text(json.dumps(content | {"version": 2}))
+    with pytest.raises(ValueError, match=r"is of an earlier version .*; remove it, and the same"):
+        collect(run, tmp_path, "command")
+
+
+def test_images_of_the_ablation(tmp_path):
+    def asked(run, **options):
+        command = Settings(runs=tmp_path, **options).diagnosing(run)
+        return command[command.index("--ablation-images") + 1]
+
+    assert asked(Run("vgg16_ce")) == asked(Run("digits_ce")) == "all"
+    assert asked(Run("resnet50_ce")) == "5000"
+    assert asked(Run("vgg16_ce"), ablation_images=1000) == "1000"
+    assert asked(Run("resnet50_ce"), ablation_images="all") == "all"
+    assert asked(Run("resnet50_ce"), ablation_images=0) == "0"
 
 
 def test_label_corruption_matches_training_error(tmp_path):
@@ -399,7 +525,7 @@ def test_a_block_without_a_number_is_a_line():
 
 
 def test_committed_rows_say_where_they_come_from():
-    for found in (*tables.read("runs"), *tables.read("detections")):
+    for found in (row for table in ("runs", "trials", "detections") for row in tables.read(table)):
         for column in ("command", "commit", "seed", "epochs", "seconds", "device", "precision"):
             assert found[column], (found["name"], column)
         assert found["name"].startswith((found["recipe"], f"detect_{found['recipe']}"))
@@ -411,6 +537,8 @@ def test_committed_rows_say_where_they_come_from():
     [
         (("list", "table9"), "table9 is none of fig1a, "),
         (("train", "--data", "cifar10"), "--data cifar10 must be SET=FOLDER with a folder that"),
+        (("train", "--ablation-images", "-3"), "-3 must be a whole number or all"),
+        (("train", "--ablation-images", "few"), "few must be a whole number or all"),
         (("train", "--jobs", "0"), "--jobs 0 must be at least 1"),
         (("train", "--task", "3/3"), "--task 3/3 must be I/N with I from 0 to N - 1"),
     ],

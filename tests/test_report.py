@@ -575,21 +575,26 @@ def test_numbers_that_are_not_known_leave_gaps(tmp_path):
 
 def test_a_class_without_a_name_is_called_class():
     found = diagnosis(0, layers=4)
-    found["gradcam"][0].update(label=None, predicted="639")
-    found["gradcam"][1].update(label="7", predicted="7")
-    found["gradcam"][2].update(label="7", predicted="639")
+    found["gradcam"][0].update(label=None, predicted="639", target="639")
+    found["gradcam"][1].update(label="7", predicted="7", target="7")
+    found["gradcam"][2].update(label="7", predicted="639", target="7")
+    found["gradcam"][3].update(label="7", predicted="639", target="639")  # of version 2
     found["data"]["classes"] = None
 
     def words():
         built = build_page([source(found)])
         (section,) = (section for section in built.sections if section.key == "gradcam")
-        return [picture.words for picture in section.pictures[:3]]
+        return [picture.words for picture in section.pictures]
 
     assert words() == [
-        "predicted class 639", "class 7, recognised", "class 7, predicted class 639",
+        "predicted class 639", "class 7, recognised",
+        "class 7, predicted class 639; evidence for class 7",
+        "class 7, predicted class 639; evidence for class 639",
     ]  # fmt: skip
     found["data"]["classes"] = ["7", "639"]
-    assert words() == ["predicted 639", "7, recognised", "7, predicted 639"]
+    assert words()[:3] == [
+        "predicted 639", "7, recognised", "7, predicted 639; evidence for 7",
+    ]  # fmt: skip
 
 
 def test_narrow_figures_stand_in_pairs():

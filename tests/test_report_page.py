@@ -160,7 +160,7 @@ def damage(folder, name, **changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"version": 1}, "this diagnosis is of version 1, not 2; write it again"),
+        ({"version": 1}, "this diagnosis is of version 1, not 3; write it again"),
         ({"format": "other"}, "is not a diagnosis: its format is 'other'"),
         ({"layers": None}, "layers must be a list, got 'None'"),
         ({"layers": [{"name": "x"}]}, r"layers\[0\]: missing \['activation'"),
@@ -188,6 +188,7 @@ def test_a_damaged_diagnosis_is_refused(tmp_path, changes, message):
         ("layers", {"contribution": [1.0]}, r"layers\[0\] has 64 channels and 1 in contribution"),
         ("layers", {"prunable": [64]}, r"layers\[0\].prunable names a channel that is not one"),
         ("layers", {"magnitude": [[1.0], [1.0, 2.0]]}, "magnitude has rows of different lengths"),
+        ("layers", {"magnitude_before": [[1.0], []]}, "magnitude_before has rows of different len"),
         ("matrices", {"channels": [1, 2]}, r"matrices\[0\] is not 2 × 2"),
         ("ablation", {"ratios": [0.0, 0.5]}, "ablation has 2 ratios and 10 in top1"),
         ("ablation", {"least_important_first": []}, "10 ratios and 0 in least_important_first"),

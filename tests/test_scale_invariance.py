@@ -21,7 +21,8 @@ COUNTS = (
     "dormant", "dormant_strict", "rare", "saturated", "duplicates", "prunable", "undecided",
     "constant", "shared",
 )  # fmt: skip
-NUMBERS = ("activity", "firing", "contribution", "participation_ratio", "correlation")
+NUMBERS = ("activity", "firing", "contribution", "participation_ratio", "correlation",
+           "correlation_in_groups")  # fmt: skip
 
 
 class Network(nn.Module):

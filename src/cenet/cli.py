@@ -168,7 +168,7 @@ def diagnose(
     batch: int = 32,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     layer: str | None = None,
-    ablation_images: int | None = None,
+    ablation_images: int | Literal["all"] | None = None,
     out: Path | None = None,
 ) -> None:
     """Measure what the channels of a network do, and say whether to prune, to try CE, or neither.
@@ -184,8 +184,9 @@ def diagnose(
         batch: images at a time.
         device: where to run; auto takes cuda where there is one.
         layer: to ablate, by its name or that of the norm before it; by default as in the paper.
-        ablation_images: how many labelled images the ablation uses, 0 to leave it out; by default
-            512, and 128 for images of more than 64×64 pixels on a CPU.
+        ablation_images: how many labelled images the ablation uses, or all, or 0 to leave it out;
+            by default 512, and 128 for images of more than 64×64 pixels on a CPU. The network
+            runs on each about 60 times and once for each channel of the ablated layer.
         out: folder for diagnosis.json and the page diagnosis.html; by default that of the run,
             where `cenet report` finds it, or `diagnosis`.
     """

@@ -169,6 +169,27 @@ def channel_correlation(mean: Tensor, covariance: Tensor) -> Correlation:
     return Correlation((total / (count * (count - 1))).item(), constant)
 
 
+def group_correlation(
+    mean: Tensor, covariance: Tensor, numbers: Sequence[int], group_size: int
+) -> float | None:
+    """Mean absolute correlation over the pairs of two channels of one group that vary.
+
+    Args:
+        mean: (C,).
+        covariance: (C, C).
+        numbers: of these C channels in their layer; group g has g * group_size and what follows.
+        group_size: channels of a group.
+
+    Returns:
+        None if no group has two channels that vary.
+    """
+    matrix = correlation_matrix(mean, covariance).abs()
+    groups = torch.tensor(numbers, device=matrix.device) // group_size
+    same = (groups[:, None] == groups).tril(-1)
+    pairs = matrix[same & ~matrix.isnan()]
+    return pairs.mean().item() if len(pairs) else None
+
+
 def weight_statistics(weight: Tensor) -> WeightStatistics:
     """Mean, deviation and share of small values of γ, (C,)."""
     values = weight.detach().double()

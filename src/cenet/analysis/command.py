@@ -86,7 +86,7 @@ def examine_network(
     batch: int = 32,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     layer: str | None = None,
-    ablation_images: int | None = None,
+    ablation_images: int | Literal["all"] | None = None,
 ) -> tuple[Diagnosis, list[str]]:
     """Examine a network that is at hand; as `examine`."""
     place = start(device).device
@@ -118,7 +118,7 @@ def examine_network(
 def _check(**options: Any) -> None:
     for name, least in {"limit": 1, "size": 1, "batch": 1, "ablation_images": 0}.items():
         value = options.get(name)
-        if value is not None and value < least:
+        if isinstance(value, int) and value < least:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be at least {least}")
 
 

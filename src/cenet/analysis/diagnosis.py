@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from cenet.analysis.channels import WIDEST
 from cenet.analysis.records import from_json, to_json
 
 FORMAT = "cenet.diagnosis"
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,8 @@ class Layer:
     """One activation, and the channels it was applied to.
 
     Channels are numbered from 0. Everything is measured after the activation unless it says
-    otherwise. When the layer is rescaled, `mean_abs`, `magnitude`, `gamma`, `beta` and the two
-    `inhibited` change, and nothing else.
+    otherwise. When the layer is rescaled, `mean_abs`, the two `magnitude`, `gamma`, `beta` and
+    the two `inhibited` change, and nothing else.
 
     Attributes:
         norm: before the activation.
@@ -103,9 +104,13 @@ class Layer:
         prunable: channels that contribute next to nothing, on average and in single images.
         shared: on a residual connection: it activates a sum, or is added to something later.
         participation_ratio: dimensions in which the channels vary (before the activation).
-        correlation: mean absolute correlation of two channels (before the activation).
+        correlation: mean absolute correlation over all pairs of channels (before the activation).
+        correlation_in_groups: the same over the pairs of one group, which are the groups of CE, or
+            of 16 channels where the layer has none. None in files of version 2.
         constant: channels that do not vary (before the activation).
         magnitude: ℓ2 over channels, by location.
+        magnitude_before: the same before the activation: after the norm, or CE where it has one.
+            None in files of version 2.
         inhibited: channels with mean_abs below the paper's threshold.
         inhibited_ratio: their share.
         ce_site: insert_ce_ would put CE after this norm.
@@ -131,8 +136,10 @@ class Layer:
     shared: bool
     participation_ratio: float | None
     correlation: float | None
+    correlation_in_groups: float | None
     constant: int
     magnitude: tuple[tuple[float | None, ...], ...]
+    magnitude_before: tuple[tuple[float | None, ...], ...] | None
     gamma: Gamma | None
     beta: Beta | None
     inhibited: tuple[int, ...]
@@ -148,6 +155,16 @@ class Layer:
         if self.participation_ratio is None:
             return None
         return self.participation_ratio / min(self.channels, WIDEST)
+
+
+@dataclass(frozen=True)
+class BatchNorm:
+    """β of one batch norm of the network."""
+
+    name: str
+    channels: int
+    nonpositive: int  # channels with β ≤ 0
+    activation: str | None  # that takes its output as it is; None behind a sum, a gate or CE
 
 
 @dataclass(frozen=True)
@@ -217,12 +234,15 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Cam:
-    """An image, and where the network looked."""
+    """An image, and where the network sees evidence for a class."""
 
     image: str  # data:image/png;base64,…
     overlay: str
     label: str | None
     predicted: str
+    target: str  # the class whose evidence is shown: the label, or without one the prediction
+    # evidence from 0 to 1, averaged over 7×7 fields of the image; None in files of version 2
+    evidence: tuple[tuple[float, ...], ...] | None
 
 
 @dataclass(frozen=True)
@@ -237,6 +257,7 @@ class Diagnosis:
     layers: tuple[Layer, ...]  # in the order of execution
     threshold: float  # of the paper's inhibited channels
     first_six: float | None  # the paper's single figure
+    batch_norms: tuple[BatchNorm, ...] | None  # all of them; None in files of version 2
     matrices: tuple[Matrix, ...]
     ablation: AblationCurve | None
     importance: Importance | None
@@ -256,14 +277,18 @@ class Diagnosis:
 
     @classmethod
     def from_dict(cls, values: Any) -> "Diagnosis":
-        """Undo `as_dict`; ValueError if it is something else, or of another version."""
+        """Undo `as_dict`; ValueError if it is something else, or of version 1.
+
+        Files of version 2 are read, too: what they lack is None, and their Grad-CAMs explain the
+        predicted class.
+        """
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             raise ValueError(f"this is not a diagnosis: it has no format {FORMAT!r}")
         version = values.get("version")
-        if version != VERSION:
+        if version not in (2, VERSION):
             raise ValueError(f"this diagnosis is of version {version!r}, not {VERSION}")
         content = {key: item for key, item in values.items() if key not in ("format", "version")}
-        return from_json(cls, content)
+        return from_json(cls, _since_version_2(content) if version == 2 else content)
 
     def write(self, path: Path) -> None:
         """Write diagnosis.json: all of it, or nothing."""
@@ -283,3 +308,21 @@ class Diagnosis:
             return cls.from_dict(values)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
+
+
+def _since_version_2(content: dict[str, Any]) -> dict[str, Any]:
+    """The content of a file of version 2, with what was added since as None."""
+
+    def each(name: str, added: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+        items = content.get(name)
+        if not isinstance(items, list):  # damaged, as reading it will say
+            return items
+        return [{**item, **added(item)} if isinstance(item, dict) else item for item in items]
+
+    layers = each("layers", lambda layer: {"correlation_in_groups": None, "magnitude_before": None})
+    pictures = each("gradcam", lambda cam: {"target": cam.get("predicted"), "evidence": None})
+    found = {"layers": layers, "gradcam": pictures}
+    return {
+        **content, **{name: item for name, item in found.items() if name in content},
+        "batch_norms": None,
+    }  # fmt: skip

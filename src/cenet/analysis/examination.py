@@ -1,10 +1,11 @@
 """`diagnose`: one pass over images, and what it says about every layer of a network."""
 
+import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,13 @@ from cenet.analysis.diagnosis import (
     Removal,
     Subject,
 )
-from cenet.analysis.layer_records import THRESHOLD, layer_record, matrices, plain
+from cenet.analysis.layer_records import (
+    THRESHOLD,
+    batch_norms,
+    layer_record,
+    matrices,
+    plain,
+)
 from cenet.analysis.recorder import Recorder
 from cenet.analysis.sample import Sample
 from cenet.analysis.verdict import Evidence, judge
@@ -48,7 +55,7 @@ def diagnose(
     loader: Iterable[Any],
     *,
     layer: str | None = None,
-    ablation_images: int | None = None,
+    ablation_images: int | Literal["all"] | None = None,
     report: Report | None = None,
 ) -> Diagnosis:
     """Examine the channels of a network on the images of `loader`.
@@ -62,16 +69,19 @@ def diagnose(
         loader: batches of images, or of (images, labels); moved to the device of the model.
         layer: to ablate, by the name of the layer or of the norm before it. By default that of the
             paper: the third of a VGG, elsewhere the first that follows a norm.
-        ablation_images: size of that sample; 0 leaves ablation out. By default 512, and 128 for
-            images of more than 64×64 pixels on a CPU, where ablation takes long.
+        ablation_images: size of that sample; 0 leaves ablation out, "all" takes every labelled
+            image and keeps them on the device. By default 512, and 128 for images of more than
+            64×64 pixels on a CPU, where ablation takes long.
         report: called as it goes with what is done, how many steps, and of how many (None: not
             known).
 
     Raises:
         ValueError: there are no images, no activations were seen, or `layer` is not one of them.
     """
-    if ablation_images is not None and ablation_images < 0:
-        raise ValueError(f"ablation_images={ablation_images} must be 0 or more")
+    if ablation_images == "all":
+        ablation_images = sys.maxsize
+    if isinstance(ablation_images, str) or (ablation_images is not None and ablation_images < 0):
+        raise ValueError(f'ablation_images={ablation_images!r} must be 0 or more, or "all"')
     tell = report or (lambda what, done, of: None)
     started = time.perf_counter()
     network = unwrapped(model)
@@ -108,6 +118,7 @@ def diagnose(
         layers=layers,
         threshold=THRESHOLD,
         first_six=measures.first_layers_ratio([each.inhibited_ratio for each in layers]),
+        batch_norms=batch_norms(network, recorder),
         matrices=matrices(recorder),
         ablation=ablation,
         importance=importance,

@@ -7,16 +7,18 @@ import torch
 from torch import Tensor, nn
 
 import cenet.analysis.channels as measures
-from cenet.analysis.diagnosis import Beta, Gamma, Layer, Matrix, Spectrum
+from cenet.analysis.diagnosis import BatchNorm, Beta, Gamma, Layer, Matrix, Spectrum
 from cenet.analysis.equilibrium import decorrelation_spectrum, mixing_ratio
 from cenet.analysis.recorder import Recorder
 from cenet.analysis.statistics import shown_channels
-from cenet.nn import NormCE2d
+from cenet.nn import BatchDecorrelation2d, ChannelEquilibrium2d, NormCE2d
 from cenet.nn.base import EquilibriumLayer
+from cenet.nn.norms import BATCH_NORMS
 
 THRESHOLD = 1e-2  # of the paper's inhibited channels
 MATRICES = 3
 MATRIX_CHANNELS = 64
+GROUP_SIZE = 16  # of the paper, where a layer has no groups of its own
 
 
 def layer_record(
@@ -58,8 +60,12 @@ def layer_record(
         shared=name in recorder.shared,
         participation_ratio=measures.participation_ratio(found.covariance),
         correlation=correlation.mean,
+        correlation_in_groups=measures.group_correlation(
+            found.mean, found.covariance, kept, _group_size(ce)
+        ),
         constant=correlation.constant,
         magnitude=tuple(map(plain, found.magnitude)),
+        magnitude_before=tuple(map(plain, found.magnitude_before)),
         gamma=gamma,
         beta=beta,
         inhibited=_places(mean_abs < THRESHOLD),
@@ -83,6 +89,26 @@ def _weak(strength: Tensor, reads: Tensor | None, *, shared: bool) -> Tensor:
     if reads is not None:
         weak &= measures.contribution(strength, reads) <= measures.DORMANT_STRICT
     return weak
+
+
+def batch_norms(network: nn.Module, recorder: Recorder) -> tuple[BatchNorm, ...]:
+    """β of every batch norm, and the activation that takes the norm's output as it is."""
+    activations = {
+        site.norms[0]: site.activation for site in recorder.sites.values() if site.direct
+    }
+    found = []
+    for name, module in network.named_modules():
+        bias: Tensor | None = getattr(module, "bias", None)
+        if isinstance(module, BATCH_NORMS) and bias is not None:
+            nonpositive = int((bias <= 0).sum())
+            found.append(BatchNorm(name, len(bias), nonpositive, activations.get(name)))
+    return tuple(found)
+
+
+def _group_size(ce: EquilibriumLayer | None) -> int:
+    """Channels that the layer decorrelates together."""
+    bd = ce.bd if isinstance(ce, ChannelEquilibrium2d) else ce
+    return bd.group_size if isinstance(bd, BatchDecorrelation2d) else GROUP_SIZE
 
 
 def _places(which: Tensor) -> tuple[int, ...]:

@@ -7,17 +7,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import adaptive_avg_pool2d
 
 from cenet.analysis.attribution import gradcam
 from cenet.analysis.diagnosis import Cam
 
 PICTURES = 4
+FIELDS = 7  # by side, over which the evidence of a picture is averaged
 
 
 def overlays(
     model: nn.Module, images: Tensor, labels: Tensor | None, classes: tuple[str, ...] | None
 ) -> tuple[Cam, ...]:
     """The first few images with what Grad-CAM says of them; none if grad-cam is not installed.
+
+    The evidence is that for the label, so that networks can be compared on one image whatever each
+    of them predicts; without labels it is that for the predicted class.
 
     Args:
         model: in evaluation mode. If it is no classifier there are no pictures.
@@ -31,7 +36,10 @@ def overlays(
     if find_spec("pytorch_grad_cam") is None or logits.dim() != 2:
         return ()
     predicted = logits.argmax(1)
-    maps = gradcam(model, images, predicted).to(images.device)
+    targets = predicted if labels is None else labels[:PICTURES]
+    maps = gradcam(model, images, targets).to(images.device)
+    side = (min(FIELDS, maps.shape[1]), min(FIELDS, maps.shape[2]))
+    fields = adaptive_avg_pool2d(maps, side).tolist()
 
     def name(label: Tensor) -> str:
         return f"class {int(label)}" if classes is None else classes[int(label)]
@@ -44,7 +52,9 @@ def overlays(
         red = torch.tensor([1.0, 0.0, 0.0], device=image.device)[:, None, None]
         blend = picture * (1 - 0.6 * heat) + red * 0.6 * heat
         label = None if labels is None else name(labels[i])
-        found.append(Cam(_png(picture), _png(blend), label, name(predicted[i])))
+        evidence = tuple(map(tuple, fields[i]))
+        names = (label, name(predicted[i]), name(targets[i]))
+        found.append(Cam(_png(picture), _png(blend), *names, evidence))
     return tuple(found)
 
 

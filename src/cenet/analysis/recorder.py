@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cenet.analysis.readers import Readers
-from cenet.analysis.statistics import AFTER, LayerStatistics
+from cenet.analysis.statistics import AFTER, MAPS, LayerStatistics
 from cenet.analysis.watching import ActivationWatch, Site
 
 
@@ -128,7 +128,7 @@ def _summed(seen: LayerStatistics) -> LayerStatistics:
     mean = total(seen.mean * (seen.pixels / max(pixels, 1)))
     step = seen.mean - mean
     scatter = total(seen.scatter + seen.pixels * step.outer(step))
-    sums: dict[str, Any] = {name: total(getattr(seen, name)) for name in (*AFTER, "magnitude_sum")}
+    sums: dict[str, Any] = {name: total(getattr(seen, name)) for name in (*AFTER, *MAPS)}
     return replace(
         seen, images=images, outputs=outputs, pixels=pixels, mean=mean, scatter=scatter, **sums
     )

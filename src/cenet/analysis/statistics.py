@@ -19,6 +19,7 @@ GRID = 32  # largest side of the map of magnitudes
 CHUNK = 2**23  # values that are turned into float64 at a time
 # sums over images and pixels after the activation, one value per channel
 AFTER = ("sum", "abs_sum", "square_sum", "image_sum", "image_square_sum", "fired")
+MAPS = ("magnitude_sum", "magnitude_before_sum")  # sums over images, one value per location
 
 
 @dataclass
@@ -36,6 +37,7 @@ class LayerStatistics:
         image_square_sum: sum over images of its square, (C,).
         fired: images in which the channel is positive at one pixel or more, (C,).
         magnitude_sum: over images, ℓ2 over channels after the activation, (H', W').
+        magnitude_before_sum: the same before the activation.
         pixels: before the activation.
         mean: before the activation, of the channels `shown`, (S,).
         scatter: sum of outer products of the deviations from `mean`, (S, S).
@@ -51,6 +53,7 @@ class LayerStatistics:
     image_square_sum: Tensor
     fired: Tensor
     magnitude_sum: Tensor
+    magnitude_before_sum: Tensor
     pixels: int
     mean: Tensor
     scatter: Tensor
@@ -71,6 +74,7 @@ class LayerStatistics:
             images=0,
             outputs=0,
             magnitude_sum=zeros(*grid),
+            magnitude_before_sum=zeros(*grid),
             pixels=0,
             mean=zeros(shown),
             scatter=zeros(shown, shown),
@@ -118,6 +122,11 @@ class LayerStatistics:
         return self.magnitude_sum / max(self.images, 1)
 
     @property
+    def magnitude_before(self) -> Tensor:
+        """ℓ2 over channels before the activation, mean over images, (H', W')."""
+        return self.magnitude_before_sum / max(self.images, 1)
+
+    @property
     def covariance(self) -> Tensor:
         """Biased covariance before the activation, of the channels shown, (S, S)."""
         return self.scatter / max(self.pixels, 1)
@@ -131,6 +140,7 @@ class LayerStatistics:
             mean = rows.mean(1)
             rows = rows - mean[:, None]  # not in place: it may be the activation itself
             self._add(rows.shape[1], mean, rows @ rows.T)
+            self._add_lengths("magnitude_before_sum", part)
 
     def see_after(self, y: Tensor) -> None:
         """Take in a batch after its activation, (N, C, H, W)."""
@@ -149,7 +159,7 @@ class LayerStatistics:
         mean = by_image["abs_sum"].double() / (y.shape[2] * y.shape[3])
         self.image_sum += mean.sum(0)
         self.image_square_sum += mean.square().sum(0)
-        self.magnitude_sum += pooled(channel_magnitude(values).double(), self.magnitude_sum).sum(0)
+        self._add_lengths("magnitude_sum", values)
 
     def merge(self, other: "LayerStatistics") -> None:
         """Take in what another has seen."""
@@ -158,7 +168,9 @@ class LayerStatistics:
         self.outputs += other.outputs
         for name in AFTER:
             getattr(self, name).add_(getattr(other, name))
-        self.magnitude_sum += pooled(other.magnitude_sum[None], self.magnitude_sum)[0]
+        for name in MAPS:
+            own = getattr(self, name)
+            own += pooled(getattr(other, name)[None], own)[0]
         self._add(other.pixels, other.mean, other.scatter)
 
     def to(self, device: torch.device | str) -> "LayerStatistics":
@@ -169,6 +181,12 @@ class LayerStatistics:
             if isinstance(value, Tensor)
         }
         return replace(self, **moved)
+
+    def _add_lengths(self, name: str, x: Tensor) -> None:
+        """Add the length of the vector of channels at each location, (N, C, H, W)."""
+        values = x if x.dtype == torch.float64 else x.float()
+        own = getattr(self, name)
+        own += pooled(channel_magnitude(values).double(), own).sum(0)
 
     def _add(self, pixels: int, mean: Tensor, scatter: Tensor) -> None:
         """Chan's formula."""

@@ -55,6 +55,7 @@ class Site(NamedTuple):
     ce: str | None  # the CE layer between
     dim: int  # of the channels
     channels: int
+    direct: bool  # it activates the output of a norm as it is: no sum, gate or CE between
 
 
 class _Mark(NamedTuple):
@@ -63,6 +64,7 @@ class _Mark(NamedTuple):
     dim: int
     norms: tuple[str, ...] = ()
     ce: str | None = None
+    direct: bool = False  # the output of a norm as it is
 
 
 class _Entry(NamedTuple):
@@ -198,7 +200,7 @@ class ActivationWatch(TorchDispatchMode):
         channels = x.shape[mark.dim]
         if x.numel() <= x.shape[0] * channels:  # one pixel, or no image
             return None
-        return Site(name, activation, mark.norms, mark.ce, mark.dim, channels)
+        return Site(name, activation, mark.norms, mark.ce, mark.dim, channels, mark.direct)
 
     def _name(self, activation: str) -> str | None:
         """Name of the innermost module that runs, and the function if it does more than that."""
@@ -217,7 +219,7 @@ class ActivationWatch(TorchDispatchMode):
             if entry.name is not None and isinstance(entry.module, NormCE2d):
                 return _Mark(1, (entry.name,), f"{entry.name}.ce")
             if entry.name is not None and norm_channels(entry.module) is not None:
-                return _Mark(1, (entry.name,))
+                return _Mark(1, (entry.name,), direct=True)
         return None
 
     def _inside_norm(self) -> bool:
@@ -271,9 +273,9 @@ class ActivationWatch(TorchDispatchMode):
         elif isinstance(module, NormCE2d):
             self._marks[output] = _Mark(1, (name,), f"{name}.ce")
         elif norm_channels(module) is not None:
-            self._marks[output] = _Mark(1, (name,))
+            self._marks[output] = _Mark(1, (name,), direct=True)
         elif isinstance(module, nn.LayerNorm):
-            self._marks[output] = _Mark(3, (name,))
+            self._marks[output] = _Mark(3, (name,), direct=True)
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -185,9 +185,9 @@ def map_figure(sources: Sequence[Source]) -> Figure | None:
             for x, value in enumerate(row)
         ]
     caption = (
-        "Length of the vector of all channels at every place of the image, mean over the images, "
-        "for layers from early to late. Each map has its own scale, from 0 to its largest value: "
-        "compare places within a map, not the colours of two maps."
+        "Length of the vector of all channels after the activation, at every place of the image, "
+        "mean over the images, for layers from early to late. Each map has its own scale, from 0 "
+        "to its largest value: compare places within a map, not the colours of two maps."
     )
     return Figure(
         "maps", "Magnitude maps", caption, tuple(panels),

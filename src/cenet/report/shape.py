@@ -76,8 +76,9 @@ def _of_layer(layer: Layer, where: str) -> Iterator[str]:
     for name in NUMBERS_OF_CHANNELS:
         if any(not 0 <= channel < count for channel in getattr(layer, name)):
             yield f"{where}.{name} names a channel that is not one of its {count}"
-    if not _is_grid(layer.magnitude):
-        yield f"{where}.magnitude has rows of different lengths"
+    for name in ("magnitude", "magnitude_before"):
+        if not _is_grid(getattr(layer, name) or ()):
+            yield f"{where}.{name} has rows of different lengths"
 
 
 def _of_matrices(found: Diagnosis) -> Iterator[str]:

@@ -152,8 +152,10 @@ def pictures(sources: Sequence[Source]) -> tuple[Picture, ...]:
             words = f"predicted {predicted}"
             if cam.label is not None:
                 label = _class_name(cam.label, of.data.classes)
+                target = _class_name(cam.target, of.data.classes)
                 right = cam.label == cam.predicted
-                words = f"{label}, recognised" if right else f"{label}, {words}"
+                wrong = f"{label}, {words}; evidence for {target}"
+                words = f"{label}, recognised" if right else wrong
             found.append(Picture(run, cam.image, cam.overlay, words))
     return tuple(found)
 

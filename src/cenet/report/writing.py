@@ -107,7 +107,10 @@ def build_page(
     )
 
 
-LOOKS = "Grad-CAM: where the colour is strong, the image speaks for the predicted class."
+LOOKS = (
+    "Grad-CAM: where the colour is strong, the image speaks for the class that the caption names; "
+    "of two it says which."
+)
 
 
 def _about(source: Source) -> str:
