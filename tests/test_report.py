@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from statistics import fmean
 from xml.etree import ElementTree
 
@@ -25,6 +25,7 @@ from cenet.report import write_diagnosis_page, write_page
 from cenet.report.sources import read_sources
 from cenet.report.words import show
 from cenet.report.writing import build_page
+from cenet.train.recipes import Recipe
 
 
 @pytest.fixture(scope="module")
@@ -492,7 +493,8 @@ def test_differences_of_recipes_come_first(folder):
     assert [row[0] for row in table.rows[:2]] == ["seed", "block"]
     assert table.rows[1] == ("block", "plain", "ce")
     assert table.marked == {0, 1}
-    assert len(table.rows) == 29
+    assert {row[0] for row in table.rows} == {f.name.replace("_", " ") for f in fields(Recipe)}
+    assert len(table.rows) == len(fields(Recipe))
 
 
 def test_networks_with_other_layers_keep_their_own_names(tmp_path):
