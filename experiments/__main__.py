@@ -140,7 +140,9 @@ def show(chosen: dict[str, Result], arguments: argparse.Namespace) -> None:
             table.add_row(run.name, found, cost)
         console.print(table)
         return
-    table = Table("name", "shows", "runs", "finished", "missing: one H200, about")
+    table = Table(
+        Column("name", no_wrap=True), "shows", "runs", "finished", "missing: one H200, about"
+    )
     for name, result in chosen.items():
         own = needed({name: result}, arguments)
         missing = [run for run in own if run.name not in known]
