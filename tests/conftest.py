@@ -3,7 +3,10 @@
 Without a GPU, Triton's interpreter runs the kernels: to be asked for before triton is imported.
 """
 
+import csv
 import os
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,29 @@ import torch
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+LONG_TIER = Path(__file__).parent / "long_tier.csv"
+COLLECTED = pytest.StashKey[dict[str, bool]]()  # every test by name, and whether it is slow
+
+
+def long_tier():
+    """Tests of the long tier: a pattern of names, why, and a fast test that sees the same fault."""
+    with LONG_TIER.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(config, items):
+    """Mark the tests of long_tier.csv as slow."""
+    patterns = [re.compile(row["tests"]) for row in long_tier()]
+    names = {}
+    for item in items:
+        name = item.nodeid.removeprefix("tests/")
+        if any(pattern.match(name) for pattern in patterns):
+            item.add_marker(pytest.mark.slow)
+        names[name] = item.get_closest_marker("slow") is not None
+    config.stash[COLLECTED] = names
 
 
 @pytest.fixture

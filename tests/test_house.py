@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 import cenet
+from conftest import COLLECTED, long_tier
 
+HERE = Path(__file__).parent
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "cenet"
 
@@ -277,3 +279,14 @@ def test_diagrams_of_the_paper_page_are_those_the_script_draws(tmp_path):
         texts = [re.findall(r"<!-- (.*?) -->", page, re.S) for page in (kept, drawn)]
         assert len(texts[0]) > 20
         assert texts[0] == texts[1]
+
+
+def test_what_the_long_tier_shows_has_a_fast_witness(pytestconfig):
+    names = pytestconfig.stash[COLLECTED]
+    if {name.split("::")[0] for name in names} < {path.name for path in HERE.glob("test_*.py")}:
+        pytest.skip("not all tests were collected")
+    for row in long_tier():
+        assert any(re.match(row["tests"], name) for name in names), f"{row['tests']} is no test"
+        witnesses = [name for name in names if name.startswith(row["witness"])]
+        assert any(not names[name] for name in witnesses), f"{row['witness']} is no fast test"
+        assert row["why"]
