@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from experiments import building, costs, drawing, tables, uncertainty
+from experiments.__main__ import parse as parse_driver
 from experiments.catalogue import GRID, RESULTS
 from experiments.collecting import collect, parts_of
 from experiments.lasting import parse as parse_tasks
@@ -543,10 +544,12 @@ def test_committed_rows_say_where_they_come_from():
         (("train", "--task", "3/3"), "--task 3/3 must be I/N with I from 0 to N - 1"),
     ],
 )
-def test_wrong_arguments(arguments, message):
-    done = start(*arguments)
-    assert done.returncode == 2
-    assert message in done.stderr
+def test_wrong_arguments(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["experiments", *arguments])
+    with pytest.raises(SystemExit) as left:
+        parse_driver()
+    assert left.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 def test_the_dry_run_lists_every_run(tmp_path):
