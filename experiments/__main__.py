@@ -117,9 +117,12 @@ def check(parser: argparse.ArgumentParser, found: argparse.Namespace) -> None:
 
 
 def needed(chosen: dict[str, Result], arguments: argparse.Namespace) -> list[Run]:
-    """The runs of these results that are known by now, each once."""
+    """The runs of these results that are known by now, each once.
+
+    Runs that others have chosen come first: they complete rows of a table.
+    """
     rows = Rows(arguments.results, smoke=arguments.smoke)
-    found = [run for result in chosen.values() for run in (*result.needs, *result.then(rows))]
+    found = [run for result in chosen.values() for run in (*result.then(rows), *result.needs)]
     if arguments.smoke:
         found = [run.smoke() for run in found]
     if arguments.seeds is not None:

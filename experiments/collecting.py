@@ -81,7 +81,7 @@ def collect(run: Run, folder: Path, command: str, commit: str = "") -> dict[str,
 
 @cache
 def parts_of(run: Run) -> frozenset[str]:
-    """Tables of pixels that the run fills because a figure shows them."""
+    """Tables that the run fills because a figure or table shows them."""
     return frozenset(
         part
         for result in RESULTS.values()

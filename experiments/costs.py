@@ -1,5 +1,6 @@
 """How long a run takes on one H200: as measured, or about as long as its network suggests."""
 
+from experiments.collecting import parts_of
 from experiments.runs import DetectorRun, LastingRun, Run
 from experiments.tables import Row
 
@@ -44,7 +45,9 @@ def seconds(run: Run, rows: list[Row]) -> float:
     if isinstance(run, DetectorRun):
         return IMAGES[recipe.dataset] * recipe.epochs / DETECTION
     speed = SPEEDS.get((recipe.network, recipe.image_size))
-    passes = ABLATED[recipe.dataset] * PASSES.get(recipe.network, PASSES_OF_OTHERS)
+    passes = 0
+    if "ablation" in parts_of(run):
+        passes = ABLATED[recipe.dataset] * PASSES.get(recipe.network, PASSES_OF_OTHERS)
     start = START + passes / (speed or _about(recipe.network, recipe.image_size))
     known = [
         float(row["seconds"])

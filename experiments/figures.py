@@ -62,7 +62,8 @@ def ablation(
 ) -> Result:
     """Accuracy while channels of one layer are set to zero, at random and by importance."""
     found = labelled(compared, seeds)
-    return Result(name, title, claim, all_of(found), partial(_ablation, found))
+    build = partial(_ablation, found)
+    return Result(name, title, claim, all_of(found), build, parts=("ablation",))
 
 
 def _ablation(compared: Sequence[tuple[str, tuple[Run, ...]]], rows: Rows) -> Built:

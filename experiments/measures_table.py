@@ -43,7 +43,8 @@ def measures(
     sides = tuple(tuple(runs(recipe, seeds)) for _, recipe in compared)
     labels = tuple(label for label, _ in compared)
     needs = tuple(run for side in sides for run in side)
-    return Result(name, title, claim, needs, partial(_build, lines, labels, sides, quoted is None))
+    build = partial(_build, lines, labels, sides, quoted is None)
+    return Result(name, title, claim, needs, build, parts=("ablation",))
 
 
 def _build(

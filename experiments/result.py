@@ -71,7 +71,8 @@ class Result:
         build: makes it of what is there.
         then: the runs that these rows choose; none as long as they cannot.
         later: how many runs `then` will be.
-        parts: tables of pixels (`maps`, `cams`) that only the runs of such results fill.
+        parts: tables that only the runs of such results fill, because they are large (`maps`,
+            `cams`) or take long to measure (`ablation`).
     """
 
     name: str

@@ -99,7 +99,9 @@ class Settings:
 
 
 def ablated(run: Run) -> int | Literal["all"]:
-    """Images of the ablation of a run: all of a test set of small images."""
+    """Images of the ablation of a run: none if no result shows it, all of a set of small images."""
+    if "ablation" not in parts_of(run):
+        return 0
     return "all" if run.made.image_size <= SMALL else LARGE_IMAGES
 
 

@@ -426,8 +426,9 @@ def test_a_run_leaves_rows_with_the_columns_of_the_committed_ones(tmp_path):
     """Trained, measured and collected as the driver does, in this process."""
     pytest.importorskip("pytorch_grad_cam")
     (run,) = {run.smoke() for run in RESULTS["fig_gradcam"].needs if run.recipe == "resnet50_ce"}
-    assert parts_of(run) == {"maps", "cams"}  # on digits, of VGG and ResNet
-    assert parts_of(Run("vgg16_ce")) == {"maps"}
+    assert parts_of(run) == {"maps", "cams", "ablation"}  # on digits, of VGG and ResNet
+    assert parts_of(Run("vgg16_ce")) == {"maps", "ablation"}
+    assert parts_of(Run("vgg16_elu")) == {"ablation"}
     assert parts_of(Run("resnet50_se")) == {"cams"}
     assert parts_of(Run("vgg16_ce", watched=True)) == parts_of(Run("vgg16_bd")) == frozenset()
     train(Job(run.made, Options(tmp_path)))
@@ -468,7 +469,8 @@ def test_images_of_the_ablation(tmp_path):
         command = Settings(runs=tmp_path, **options).diagnosing(run)
         return command[command.index("--ablation-images") + 1]
 
-    assert asked(Run("vgg16_ce")) == asked(Run("digits_ce")) == "all"
+    assert asked(Run("vgg16_ce")) == asked(Run("vgg16_elu")) == "all"
+    assert asked(Run("vgg16_bd")) == asked(Run("tiny_resnet18_ce")) == "0"  # no result shows it
     assert asked(Run("resnet50_ce")) == "5000"
     assert asked(Run("vgg16_ce"), ablation_images=1000) == "1000"
     assert asked(Run("resnet50_ce"), ablation_images="all") == "all"
