@@ -365,10 +365,6 @@ def test_cli_exports_a_checkpoint(tmp_path):
     [
         (("export", "resnet50", "w.pth", "--out", "x"), "resnet50 is not a CE network; use one of"),
         (("export", "cevgg16", "none.pth", "--out", "x"), "none.pth is not a file"),
-        (("bench", "vgg16", "--size", "8", "--batch", "1"), "vgg16 does not take 1 images of this"),
-        (("bench", "resnet34"), "resnet34 is not a network of the paper; use one of"),
-        (("bench", "vgg16", "--batch", "0"), "batch, rounds and size must be at least 1"),
-        (("bench", "vgg16", "--size", "0"), "batch, rounds and size must be at least 1"),
     ],
 )
 def test_cli_names_what_is_wrong(arguments, message, monkeypatch, capsys):
@@ -461,8 +457,29 @@ def test_a_released_checkpoint_with_impossible_values_is_refused(key, value, mes
         released_ceresnet50(state)
 
 
-def test_cli_bench_prints_ratios():
-    result = run_cli("bench", "vgg16", "--batch", "2", "--rounds", "1")
+def run_bench(*arguments):
+    script = Path(__file__).parents[1] / "benchmarks" / "bench_networks.py"
+    return subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("vgg16", "--size", "8", "--batch", "1"), "vgg16 does not take 1 images of this size"),
+        (("resnet34",), "resnet34 is not a network of the paper; use one of"),
+        (("vgg16", "--batch", "0"), "batch, rounds and size must be at least 1"),
+        (("vgg16", "--size", "0"), "batch, rounds and size must be at least 1"),
+    ],
+)
+def test_bench_names_what_is_wrong(arguments, message):
+    result = run_bench(*arguments)
+    assert result.returncode != 0
+    assert message in result.stderr.replace("\n", " ")
+    assert "Traceback" not in result.stderr
+
+
+def test_bench_prints_ratios():
+    result = run_bench("vgg16", "--batch", "2", "--rounds", "1")
     assert result.returncode == 0, result.stderr
     for row in ("plain", "SE", "CE folded"):
         assert row in result.stdout

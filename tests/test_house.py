@@ -18,7 +18,7 @@ SOURCE = ROOT / "src" / "cenet"
 
 # a module may import from its own level's earlier names and from lower levels, never upwards
 LEVELS = [
-    ("functional",),
+    ("version", "extras", "functional"),
     (
         *(
             "kernels",
@@ -53,15 +53,20 @@ LEVELS = [
         *("baselines.base", "baselines.whitening", "baselines.iter_norm"),
         *("baselines.switchable_norm", "baselines.switchable_whitening", "baselines"),
     ),
-    ("dataflow", "surgery", "folded", "folding", "checkpoints", "calibration", "export"),
+    (
+        "dataflow",
+        "surgery",
+        "folded",
+        "folding",
+        "checkpoints",
+        "calibration",
+        "export",
+        "lightning",
+    ),
     (
         *("models.blocks", "models.interface", "models.shufflenetv2", "models.vgg"),
         *("models.conversion", "models.placement", "models.factory", "models.released"),
-        *("models.entrypoints", "models", "models.cost", "models.timing", "models.lookup"),
-    ),
-    (
-        *("theory.game", "theory.best_response", "theory.uniqueness", "theory.equilibrium"),
-        *("theory.closed_form", "theory.link", "theory"),
+        *("models.entrypoints", "models", "models.cost", "models.lookup"),
     ),
     (
         *("environment", "analysis.channels", "analysis.statistics", "analysis.equilibrium"),
@@ -104,7 +109,6 @@ LEVELS = [
             "train.engine",
             "train.run",
             "train.command",
-            "train.lightning",
         ),
         "train",
     ),

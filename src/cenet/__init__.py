@@ -14,8 +14,9 @@ from cenet.nn import (
     revert_sync_ce,
 )
 from cenet.surgery import CESite, ce_sites, freeze_ce_, insert_ce_, remove_ce_, unfreeze_ce_
+from cenet.version import VERSION
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "BatchDecorrelation2d",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cenet.extras import require
 from cenet.nn import ChannelEquilibrium2d
 
 RELEASED_KEYS = {
@@ -82,12 +83,15 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
     put before its keys is left off.
 
     Raises:
+        MissingExtraError: safetensors is not installed.
         ValueError: the file is missing, damaged, or holds something else than tensors.
     """
     path = Path(path)
     state: Any
     if not path.is_file():
         raise ValueError(f"{path} is not a file")
+    if path.suffix == ".safetensors":
+        require("models")
     try:
         if path.suffix == ".safetensors":
             state = _read_safetensors(path)

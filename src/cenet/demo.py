@@ -16,6 +16,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from cenet.extras import require
+
+require("demo")
+
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console

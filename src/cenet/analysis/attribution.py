@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from cenet.analysis.watching import unwrapped
+from cenet.extras import require
 
 
 def gradcam(model: nn.Module, images: Tensor, classes: Tensor | None = None) -> Tensor:
@@ -17,15 +18,12 @@ def gradcam(model: nn.Module, images: Tensor, classes: Tensor | None = None) -> 
         classes: whose evidence is shown, (N,); by default those it predicts.
 
     Raises:
-        ImportError: the extra `gradcam` is not installed.
+        MissingExtraError: the extra `gradcam` is not installed.
     """
-    try:
-        from pytorch_grad_cam import GradCAM
-        from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
-    except ImportError as error:
-        raise ImportError(
-            "Grad-CAM needs the grad-cam package; pip install 'cenet[gradcam]'"
-        ) from error
+    require("gradcam")
+    from pytorch_grad_cam import GradCAM
+    from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
+
     network = unwrapped(model)
     kept = [(parameter, parameter.grad) for parameter in network.parameters()]
     # what comes after may be in place, so the map is copied when it is seen

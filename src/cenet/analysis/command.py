@@ -7,6 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from cenet.extras import require
+
+require("report")
+
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

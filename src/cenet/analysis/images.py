@@ -6,6 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cenet.extras import require
+
+require("train")
+
 import torch
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS

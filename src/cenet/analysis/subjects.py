@@ -5,6 +5,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cenet.extras import require
+
+require("train")
+
 import torch
 from torch import Tensor, nn
 from torchvision.transforms import v2

@@ -3,6 +3,10 @@
 from collections.abc import Sequence
 from statistics import fmean
 
+from cenet.extras import require
+
+require("train")
+
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape

@@ -11,12 +11,12 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from cenet import __version__
 from cenet.report.charts import MARKS, STYLE, standalone
 from cenet.report.colours import DARK, LIGHT
 from cenet.report.parts import Cell, Figure, Page, Table
 from cenet.report.words import show
 from cenet.train.saving import replace_file
+from cenet.version import VERSION
 
 THEME = """const root = document.documentElement, button = document.getElementById("theme");
 const dark = () => root.dataset.theme ? root.dataset.theme === "dark"
@@ -51,7 +51,7 @@ def render(page: Page, files: str) -> str:
         script=Markup(THEME),
         digest=digest,
         svg=Markup,
-        version=__version__,
+        version=VERSION,
         written=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     )
 

@@ -1,5 +1,9 @@
 """SyncCE for Lightning: `Trainer(strategy="ddp", plugins=[SyncCE()])`."""
 
+from cenet.extras import require
+
+require("lightning")
+
 from lightning.pytorch.plugins import LayerSync
 from torch import nn
 
