@@ -19,6 +19,7 @@ from cenet import (
     unfreeze_ce_,
     update_ce_stats,
 )
+from cenet.baselines import IterNorm2d, SwitchableNorm2d, SwitchableWhitening2d
 
 LAYERS = {
     "ce": ChannelEquilibrium2d,
@@ -498,6 +499,19 @@ def test_update_ce_stats_loses_nothing_when_it_fails():
 def test_bad_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         ChannelEquilibrium2d(**{"num_features": 16, **arguments})
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        *(BatchDecorrelation2d, InstanceReweighting2d, ChannelEquilibrium2d),
+        *(IterNorm2d, SwitchableNorm2d, SwitchableWhitening2d),
+    ],
+)
+def test_only_the_channels_are_positional(layer):
+    """torch's norms have eps second: here it would be the momentum of one layer and not another."""
+    with pytest.raises(TypeError, match="positional argument"):
+        layer(64, 1e-5)
 
 
 def test_unknown_arguments_are_refused():
