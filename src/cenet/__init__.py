@@ -4,7 +4,7 @@ from cenet import functional
 from cenet.analysis import diagnose
 from cenet.calibration import update_ce_stats
 from cenet.checkpoints import load_released_ce_
-from cenet.folding import fold_ce
+from cenet.folding import fold_ce, fold_conv_norm_ce
 from cenet.nn import (
     BatchDecorrelation2d,
     ChannelEquilibrium2d,
@@ -28,6 +28,7 @@ __all__ = [
     "convert_sync_ce",
     "diagnose",
     "fold_ce",
+    "fold_conv_norm_ce",
     "freeze_ce_",
     "functional",
     "insert_ce_",

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from typing_extensions import override
 
 from cenet.analysis.watching import ActivationWatch, Site
 
@@ -47,8 +48,8 @@ class Ablation(ActivationWatch):
         self.off: Mapping[str, Tensor] = {}
         self.channels: dict[str, int] = {}
 
+    @override
     def after(self, site: Site, y: Tensor) -> None:
-        """See `ActivationWatch`."""
         self.channels[site.name] = site.channels
         if site.name in self.off:
             y.movedim(site.dim, 0)[self.off[site.name].to(y.device)] = 0

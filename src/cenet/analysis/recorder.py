@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import override
 
 from cenet.analysis.readers import Readers
 from cenet.analysis.statistics import AFTER, MAPS, LayerStatistics
@@ -61,8 +62,8 @@ class Recorder(ActivationWatch):
         if self.reads:
             self.readers = None
 
+    @override
     def before(self, site: Site, x: Tensor) -> None:
-        """See `ActivationWatch`."""
         x = x.movedim(site.dim, 1)
         if site.name not in self.layers:
             size = (x.shape[2], x.shape[3])
@@ -70,8 +71,8 @@ class Recorder(ActivationWatch):
             self.layers[site.name] = LayerStatistics.empty(site.channels, size, x.device)
         self.layers[site.name].see_before(x)
 
+    @override
     def after(self, site: Site, y: Tensor) -> None:
-        """See `ActivationWatch`."""
         self.layers[site.name].see_after(y.movedim(site.dim, 1))
 
     def merge(self, other: "Recorder") -> None:

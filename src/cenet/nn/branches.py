@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from cenet import functional as F
 from cenet.nn.base import (
@@ -95,6 +96,7 @@ class BatchDecorrelation2d(EquilibriumLayer):
             averages = [(self.running_inv_sqrt, statistics.counted(inv_sqrt))]
             average_(averages, self.num_batches_tracked, self.momentum, debias=True)
 
+    @override
     def coefficients(
         self,
         moments: F.Moments | None,
@@ -102,13 +104,12 @@ class BatchDecorrelation2d(EquilibriumLayer):
         shift: Tensor,
         statistics: Statistics | None,
     ) -> F.Coefficients:
-        """See `EquilibriumLayer.coefficients`."""
         inv_sqrt = self.inv_sqrt(scale, statistics)
         self.track(inv_sqrt, statistics)
         return F.coefficients(scale, shift, inv_sqrt=inv_sqrt, blend=self.blend)
 
+    @override
     def branches(self) -> Branches:
-        """See `EquilibriumLayer.branches`."""
         return Branches(self, None, None, None, self.blend)
 
     def check_size(self, x: Tensor, *, alone: bool) -> None:
@@ -204,8 +205,8 @@ class InstanceReweighting2d(EquilibriumLayer):
         """Take the instance variances."""
         return F.moments(x, group_size=None)
 
+    @override
     def instance_var(self, moments: F.Moments | None) -> Tensor:
-        """See `EquilibriumLayer.instance_var`."""
         assert moments is not None
         if self.released:
             return moments.var * (moments.pixels / max(moments.pixels - 1, 1))
@@ -233,6 +234,7 @@ class InstanceReweighting2d(EquilibriumLayer):
             return F.instance_gate(var * scale.square(), self.gate) * inv_std
         return F.instance_gain(var, scale, inv_std, self.gate)
 
+    @override
     def coefficients(
         self,
         moments: F.Moments | None,
@@ -240,14 +242,13 @@ class InstanceReweighting2d(EquilibriumLayer):
         shift: Tensor,
         statistics: Statistics | None,
     ) -> F.Coefficients:
-        """See `EquilibriumLayer.coefficients`."""
         inv_std = self.inv_std(scale, statistics)
         self.track(inv_std, statistics)
         gain = self.gain(moments, scale, inv_std)
         return F.coefficients(scale, shift, gain=gain, blend=self.blend)
 
+    @override
     def branches(self) -> Branches:
-        """See `EquilibriumLayer.branches`."""
         return Branches(None, self, self.gate, None, self.blend)
 
     def get_extra_state(self) -> Tensor:

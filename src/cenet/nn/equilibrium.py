@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from cenet import functional as F
 from cenet.nn.base import EquilibriumLayer
@@ -86,6 +87,7 @@ class ChannelEquilibrium2d(EquilibriumLayer):
         branch = self.bd if batch else self.ir
         return branch.measure(x, batch=batch, sign=sign)
 
+    @override
     def coefficients(
         self,
         moments: F.Moments | None,
@@ -93,7 +95,6 @@ class ChannelEquilibrium2d(EquilibriumLayer):
         shift: Tensor,
         statistics: Statistics | None,
     ) -> F.Coefficients:
-        """See `EquilibriumLayer.coefficients`."""
         inv_sqrt = self.bd.inv_sqrt(scale, statistics)
         self.bd.track(inv_sqrt, statistics)
         inv_std = self.ir.inv_std(scale, statistics)
@@ -107,12 +108,12 @@ class ChannelEquilibrium2d(EquilibriumLayer):
             blend=self.blend,
         )
 
+    @override
     def instance_var(self, moments: F.Moments | None) -> Tensor:
-        """See `EquilibriumLayer.instance_var`."""
         return self.ir.instance_var(moments)
 
+    @override
     def branches(self) -> Branches:
-        """See `EquilibriumLayer.branches`."""
         return Branches(self.bd, self.ir, self.ir.gate, self.mix_logit, self.blend)
 
     def check_size(self, x: Tensor, *, alone: bool) -> None:
