@@ -144,7 +144,7 @@ def diagnose(
         out: folder for diagnosis.json and the page diagnosis.html; by default that of the run,
             where `cenet report` finds it, or `diagnosis`.
     """
-    from cenet.analysis.command import run
+    from cenet.diagnosing.command import run
     from cenet.report import write_diagnosis_page
 
     out = out or (Path(model) if Path(model).is_dir() else Path("diagnosis"))

@@ -18,7 +18,7 @@ from cenet.detection.page import build_page, read_source
 from cenet.detection.predictions import choose, predictions_section
 from cenet.detection.recipes import DetectionRecipe
 from cenet.detection.settings import STAGES
-from cenet.report.shell import save_page
+from cenet.report.render import save_page
 from cenet.train.logbook import read_run
 from cenet.train.loop import Loop
 from cenet.train.run import Device, carry_out

@@ -7,11 +7,10 @@ from statistics import fmean, median
 
 from cenet.analysis.channels import DORMANT, DORMANT_STRICT
 from cenet.analysis.diagnosis import AblationCurve, Importance, Layer, Matrix, Removal
-from cenet.report.charts import Rule, Series, colour_bar, heat_map, line_chart
-from cenet.report.parts import Cell, Column, Figure, Panel, Table
-from cenet.report.scales import Axis, around
+from cenet.report.charts import Axis, Rule, Series, around, colour_bar, heat_map, line_chart
+from cenet.report.elements import Cell, Column, Figure, Panel, Table
+from cenet.report.formatting import brief, compare, count, show
 from cenet.report.sources import Source
-from cenet.report.words import brief, compare, count, show
 
 LEAST = 1e-3  # where the axes of relative values begin
 PER_DECADE = 20
@@ -49,7 +48,7 @@ def contribution_figure(sources: Sequence[Source]) -> Figure | None:
         "times the norm of the weights that read the channel, divided by its mean over the layer."
     )
     if unknown:
-        caption += f" Weights that read the channels are not known of {count(unknown, 'layer')}."
+        caption += f" For {count(unknown, 'layer')} the weights that read the channels are unknown."
     return _cumulative(
         sources, "contribution", "Contribution of channels", caption,
         "contribution relative to the layer", lambda layer: layer.contribution,

@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from statistics import fmean
 
-from cenet.report.charts import Series, line_chart
-from cenet.report.parts import Cell, Column, Figure, Kind, Panel, Table
-from cenet.report.scales import Axis, around, by_epoch
+from cenet.report.charts import Axis, Series, around, by_epoch, line_chart
+from cenet.report.elements import Cell, Column, Figure, Kind, Panel, Table
+from cenet.report.formatting import compare
 from cenet.report.sources import Source
-from cenet.report.words import compare
 
 PANELS = (("training", "train"), ("test", "test"))
 

@@ -6,11 +6,10 @@ from statistics import fmean
 
 from cenet.analysis.channels import DORMANT, DORMANT_STRICT
 from cenet.analysis.diagnosis import Layer
-from cenet.report.charts import Rule, Series, line_chart, range_chart
-from cenet.report.parts import Cell, Column, Figure, Kind, Panel, Table
-from cenet.report.scales import Axis, around
+from cenet.report.charts import Axis, Rule, Series, around, line_chart, range_chart
+from cenet.report.elements import Cell, Column, Figure, Kind, Panel, Table
+from cenet.report.formatting import compare, count, show
 from cenet.report.sources import Source
-from cenet.report.words import compare, count, show
 
 Measure = Callable[[Layer], float | None]
 Measured = tuple[str, Kind, Measure]

@@ -6,14 +6,14 @@ from typing import Any
 
 from cenet.analysis.channels import DORMANT, DORMANT_STRICT
 from cenet.analysis.diagnosis import Layer
+from cenet.report.elements import Cell, Column, Fact, Kind, Picture, Section, Table, Verdict
+from cenet.report.formatting import MISSING, NARROW, short, show
 from cenet.report.layers import (
     mean_correlation,
     mean_lambda,
     mean_participation,
 )
-from cenet.report.parts import Cell, Column, Fact, Kind, Picture, Section, Table, Verdict
 from cenet.report.sources import Source
-from cenet.report.words import MISSING, NARROW, short, show
 
 PICTURES = 8  # of each run
 SMALLEST = 32  # side of an image in which Grad-CAM shows something

@@ -1,11 +1,7 @@
-"""What a diagnosis says, on a terminal: one row per layer, the verdict, and what it rests on."""
+"""A diagnosis on the terminal: a table with one row per layer, findings, and the verdict."""
 
 from collections.abc import Sequence
 from statistics import fmean
-
-from cenet.extras import require
-
-require("train")
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -13,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from cenet.analysis.diagnosis import Diagnosis
-from cenet.analysis.images import NOT_AN_IMAGE
+from cenet.diagnosing.images import NOT_AN_IMAGE
 
 CAPTION = (
     "ch.: channels. dormant: at most 0.1 of their layer's mean activation. rare: fire in less than "
@@ -24,7 +20,7 @@ CAPTION = (
 
 
 def print_summary(diagnosis: Diagnosis, notes: Sequence[str] = ()) -> None:
-    """Print the table, other findings, `notes`, and last the verdict."""
+    """Print the table, the findings, `notes`, and the verdict last."""
     console = Console()
     console.print(_table(diagnosis))
     for line in (*findings(diagnosis), *notes):
@@ -68,7 +64,7 @@ def _table(diagnosis: Diagnosis) -> Table:
 
 
 def findings(diagnosis: Diagnosis) -> list[str]:
-    """Accuracy, ablation, importance and files: what the verdict does not say."""
+    """Accuracy, ablation, importance and skipped files, a sentence each."""
     found, lines = diagnosis, []
     if found.accuracy is not None:
         top5 = f", top-5 {found.accuracy.top5:.2%}" if found.accuracy.classes > 5 else ""
