@@ -23,8 +23,8 @@ from cenet.nn import NormCE2d
 from cenet.nn.base import EquilibriumLayer
 from cenet.nn.norms import norm_channels
 
-# aten's name -> ours. Sigmoids are gates, not activations of feature channels.
-ACTIVATIONS = {
+# name of the operator -> name of the activation. Sigmoids are left out: they are gates.
+ATEN_ACTIVATIONS = {
     **{name: name for name in ("relu", "leaky_relu", "elu", "selu", "celu", "silu", "mish")},
     **{name: name for name in ("gelu", "hardswish", "softplus", "tanh", "threshold", "relu6")},
     **{name: name for name in ("softshrink", "hardshrink")},
@@ -170,7 +170,7 @@ class ActivationObserver(TorchDispatchMode):
             for x, gate in (args, args[::-1]):
                 if self._gated.get(gate) is x:
                     return "silu", x
-        return ACTIVATIONS.get(name), x
+        return ATEN_ACTIVATIONS.get(name), x
 
     def _fused(self, func: Any, args: tuple[Any, ...]) -> Any:
         place = FUSED[func] % len(args)

@@ -194,7 +194,7 @@ def _run(
     device = next((p.device for p in network.parameters()), torch.device("cpu"))
     recorder, sample, seen = Recorder(network), Sample(sample_size or 0), _Seen()
     for batch in loader:
-        images, labels = _parts(batch)
+        images, labels = _images_and_labels(batch)
         if not len(images):
             continue
         images = images.to(device, non_blocking=True)
@@ -215,7 +215,7 @@ def _run(
     return recorder, sample, seen
 
 
-def _parts(batch: Any) -> tuple[Tensor, Tensor | None]:
+def _images_and_labels(batch: Any) -> tuple[Tensor, Tensor | None]:
     """Images and labels of a batch; ValueError if it is of another form."""
     parts = batch if isinstance(batch, tuple | list) and len(batch) in (1, 2) else (batch,)
     images, labels = (*parts, None)[:2]

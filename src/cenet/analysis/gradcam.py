@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d
 
 from cenet.analysis.activations import unwrapped
-from cenet.analysis.diagnosis import Cam
+from cenet.analysis.diagnosis import PNG, Cam
 from cenet.extras import require
 
 PICTURES = 4
@@ -119,4 +119,4 @@ def _png(picture: Tensor) -> str:
     content = io.BytesIO()
     image: Any = to_pil_image(picture.clamp(0, 1).float().cpu())
     image.save(content, "PNG")
-    return "data:image/png;base64," + base64.b64encode(content.getvalue()).decode()
+    return PNG + base64.b64encode(content.getvalue()).decode()

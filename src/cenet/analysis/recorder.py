@@ -139,7 +139,7 @@ class LayerStatistics:
     def see_before(self, x: Tensor) -> None:
         """Add a batch before its activation, (N, C, H, W)."""
         shown = shown_channels(self.channels)
-        for part in _parts(x):
+        for part in _chunks(x):
             values = part if len(shown) == self.channels else part[:, shown]
             rows = values.double().transpose(0, 1).flatten(1)
             mean = rows.mean(1)
@@ -216,7 +216,7 @@ def shown_channels(channels: int) -> list[int]:
     return [place * channels // count for place in range(count)]
 
 
-def _parts(x: Tensor) -> tuple[Tensor, ...]:
+def _chunks(x: Tensor) -> tuple[Tensor, ...]:
     """x in chunks of whole images that are cheap to turn into float64."""
     images = max(1, CHUNK // max(1, x[0].numel())) if len(x) else 1
     return torch.split(x, images)

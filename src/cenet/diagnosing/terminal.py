@@ -22,7 +22,7 @@ CAPTION = (
 def print_summary(diagnosis: Diagnosis, notes: Sequence[str] = ()) -> None:
     """Print the table, the findings, `notes`, and the verdict last."""
     console = Console()
-    console.print(_table(diagnosis))
+    console.print(_layer_table(diagnosis))
     for line in (*findings(diagnosis), *notes):
         console.print(line, highlight=False, markup=False)
     verdict = diagnosis.verdict
@@ -36,7 +36,7 @@ def print_summary(diagnosis: Diagnosis, notes: Sequence[str] = ()) -> None:
         console.print(f"    {verdict.command}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _table(diagnosis: Diagnosis) -> Table:
+def _layer_table(diagnosis: Diagnosis) -> Table:
     found = diagnosis
     height, width = found.data.size
     table = Table(

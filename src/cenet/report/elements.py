@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from cenet.analysis.diagnosis import Verdict
+
 Kind = Literal["text", "number", "percent"]
 Cell = str | float | int | None
 
@@ -145,24 +147,18 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The verdict of a diagnosis.
+class RunVerdict:
+    """The verdict on a run.
 
     Attributes:
         run: number of the run.
-        headline: the verdict in one sentence.
-        reasons: one sentence each.
-        next_step: what to do.
-        command: shell command or line of Python that does it.
+        verdict: of its diagnosis.
         sites: norms after which insert_ce_ would put CE.
         with_ce: layers that have CE already.
     """
 
     run: int
-    headline: str
-    reasons: tuple[str, ...] = ()
-    next_step: str | None = None
-    command: str | None = None
+    verdict: Verdict
     sites: tuple[str, ...] = ()
     with_ce: tuple[str, ...] = ()
 
@@ -178,5 +174,5 @@ class Page:
     sections: tuple[Section, ...]
     lead: tuple[str, ...] = ()  # paragraphs under the title
     notes: tuple[str, ...] = ()  # warnings above everything else
-    verdicts: tuple[Verdict, ...] = ()
+    verdicts: tuple[RunVerdict, ...] = ()
     kind: str = "cenet report"

@@ -160,7 +160,7 @@ def _problem(row: dict[str, Any], name: str, kind: type[int] | type[float]) -> s
     value = row[name]
     if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int):
         noun = "a number" if kind is float else "a whole number"
-        return f"{name} is {value!r}, not {noun}"
+        return f"{name} is {str(value)[:40]!r}, not {noun}"
     return None if -LARGEST <= value <= LARGEST else f"{name} is too large to be drawn"
 
 
