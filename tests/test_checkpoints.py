@@ -105,6 +105,18 @@ def test_states_written_before_version_2_load(tmp_path, released, way):
     assert torch.equal(twin(x), network(x))
 
 
+@pytest.mark.parametrize("layout", [dict, version_1], ids=["version 2", "version 1"])
+def test_a_state_loads_where_meta_is_the_default_device(layout):
+    layer = loaded(torch.float32)
+    layer.ir.released = layout is dict
+    with torch.device("meta"):
+        twin = ChannelEquilibrium2d(48)
+        twin.load_state_dict(layout(layer.state_dict()), assign=True)
+    assert twin.ir.released == layer.ir.released
+    x = RECORDED["eval.x"].float()
+    assert torch.equal(twin.eval()(x), layer.eval()(x))
+
+
 def test_a_state_without_ce_lacks_all_of_it():
     network = nn.Sequential(nn.Conv2d(3, 48, 3), nn.BatchNorm2d(48), nn.ReLU())
     plain = network.state_dict()

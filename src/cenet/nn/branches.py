@@ -253,7 +253,8 @@ class InstanceReweighting2d(EquilibriumLayer):
 
     def get_extra_state(self) -> Tensor:
         """The variant of the gate, as a tensor, because files of weights hold nothing else."""
-        return torch.tensor(self.released)
+        # not on the default device, which may be meta and hold no values
+        return torch.tensor(self.released, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
         """Take over the variant of the gate."""
@@ -266,7 +267,7 @@ class InstanceReweighting2d(EquilibriumLayer):
         Version 1 had the key `released`, and only in layers of the released variant. Entries of
         version 2 stay as they are.
         """
-        released = state.pop(f"{prefix}released", torch.tensor(False))
+        released = state.pop(f"{prefix}released", torch.tensor(False, device="cpu"))
         if f"{prefix}fc1.weight" in state:
             state.setdefault(f"{prefix}_extra_state", released)
 
