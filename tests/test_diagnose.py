@@ -410,7 +410,7 @@ def test_bad_input_gets_one_line_and_a_non_zero_exit(folder, tmp_path):
     torch.save({"conv1.weight": torch.zeros(2, 2)}, foreign)
     damaged = tmp_path / "damaged.safetensors"
     damaged.write_bytes(b"\x10\x00" * 40)
-    command = [sys.executable, "-m", "cenet.cli", "diagnose", "resnet18", "--out", tmp_path / "o"]
+    command = [sys.executable, "-m", "cenet", "diagnose", "resnet18", "--out", tmp_path / "o"]
     result = subprocess.run([*command, "--data", unreadable.parent], capture_output=True, text=True)
     assert result.returncode != 0
     assert "none of 3 image files can be read; the first:" in result.stderr

@@ -344,7 +344,7 @@ def test_a_foreign_checkpoint_gives_one_error_that_lists_everything():
 
 
 def run_cli(*arguments):
-    command = [sys.executable, "-m", "cenet.cli", *arguments]
+    command = [sys.executable, "-m", "cenet", *arguments]
     return subprocess.run(command, capture_output=True, text=True)
 
 

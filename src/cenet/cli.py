@@ -325,7 +325,3 @@ def _main() -> None:
         prog="cenet",
         description="Channel equilibrium for convolutional networks. --version prints the version.",
     )
-
-
-if __name__ == "__main__":
-    main()
