@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint import DefaultLoadPlanner, load, save
 
 from _checks import assert_close, version_1
 from cenet import ChannelEquilibrium2d, insert_ce_, load_released_ce_
@@ -113,6 +114,19 @@ def test_a_state_loads_where_meta_is_the_default_device(layout):
         twin = ChannelEquilibrium2d(48)
         twin.load_state_dict(layout(layer.state_dict()), assign=True)
     assert twin.ir.released == layer.ir.released
+    x = RECORDED["eval.x"].float()
+    assert torch.equal(twin.eval()(x), layer.eval()(x))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_distributed_checkpoints_written_before_version_2_load(tmp_path):
+    layer, twin = loaded(torch.float32), ChannelEquilibrium2d(48)
+    layer.ir.released = False
+    save(version_1(layer.state_dict()), checkpoint_id=tmp_path)
+    state = twin.state_dict()
+    planner = DefaultLoadPlanner(allow_partial_load=True)
+    load(state, checkpoint_id=tmp_path, planner=planner)
+    twin.load_state_dict(state)
     x = RECORDED["eval.x"].float()
     assert torch.equal(twin.eval()(x), layer.eval()(x))
 
