@@ -19,7 +19,6 @@ test: $(READY)  ## the tests CI runs, eleven minutes on two cores
 	$(BIN)/pytest -n auto --dist worksteal --durations 25 -m "not slow and not gpu"
 
 test-all: $(READY)  ## with the long tier
-	$(BIN)/pip install --quiet --editable '.[lightning]'
 	@# the report page is tested in a real browser where one can be had
 	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
 		&& apt-get -qq update && apt-get -qq install -y chromium; } >/dev/null 2>&1 || true

@@ -5,6 +5,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "src"))
 
-dependencies = ["torch", "torchvision", "timm"]
+dependencies = ["torch", "torchvision", "timm", "safetensors"]
 
 from cenet.models.entrypoints import *  # noqa: E402, F403

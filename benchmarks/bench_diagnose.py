@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import cenet.analysis.channels as measures
 from cenet.analysis import Recorder
-from cenet.analysis.statistics import LayerStatistics, pooled
+from cenet.analysis.recorder import LayerStatistics, pooled
 from cenet.models.lookup import create_named
 
 TARGET = 0.10

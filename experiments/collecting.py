@@ -8,8 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from cenet.analysis.command import FILE
-from cenet.analysis.diagnosis import Diagnosis, Layer
+from cenet.analysis.diagnosis import COUNTED, FILE, Diagnosis, Layer
 from cenet.train.course import Course
 from cenet.train.logbook import ABOUT, CHANNELS, METRICS, read_metrics, read_run
 from experiments.catalogue import RESULTS
@@ -19,9 +18,6 @@ from experiments.lasting import TASKS
 from experiments.runs import DetectorRun, LastingRun, Run
 
 FIRST = 6  # layers of the paper's single figure
-COUNTED = (
-    "dormant", "dormant_strict", "rare", "saturated", "duplicates", "prunable", "inhibited",
-)  # fmt: skip
 CURVES = ("train_loss", "train_top1", "test_loss", "test_top1", "test_top5", "seconds")
 
 Rows = list[dict[str, Any]]

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from cenet.detection.recipes import RECIPES as DETECTORS
 from cenet.train import RECIPES
 from cenet.train.course import Course
@@ -135,12 +137,12 @@ class DetectorRun(Run):
     weights_option: ClassVar[str] = "--checkpoint"
 
     @property
+    @override
     def is_diagnosed(self) -> bool:
-        """See `Run`."""
         return False
 
+    @override
     def options(self, *, on_gpu: bool) -> list[str]:
-        """See `Run`."""
         return ["--resume", "auto", *(ON_GPU if on_gpu else ())]
 
     def smoke(self) -> "DetectorRun":
@@ -162,8 +164,8 @@ class LastingRun(Run):
     finished_by: ClassVar[str] = ABOUT
 
     @property
+    @override
     def is_diagnosed(self) -> bool:
-        """See `Run`."""
         return False
 
     @property
@@ -172,8 +174,8 @@ class LastingRun(Run):
         return replace(Tasks(**LASTING[self.recipe], seed=self.seed), **dict(self.changes))
 
     @property
+    @override
     def dataset(self) -> str:
-        """See `Run`."""
         return "digits" if self.made.network == "vgg6" else "cifar10"
 
     @property
@@ -186,8 +188,8 @@ class LastingRun(Run):
         return []
 
     @property
+    @override
     def arguments(self) -> list[str]:
-        """See `Run`."""
         base, own = asdict(Tasks()), asdict(self.made)
         return [
             part

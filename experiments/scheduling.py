@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from cenet.analysis.command import FILE
+from cenet.analysis.diagnosis import FILE
 from cenet.train.logbook import METRICS, read_metrics
 from cenet.train.weights import WEIGHTS
 from experiments.collecting import collect, parts_of

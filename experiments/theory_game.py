@@ -1,6 +1,6 @@
 """Appendix C drawn: the interference game, its equilibria, and how far CE is one of them.
 
-    python experiments/theory_game.py --out experiments/out/theory
+    python -m experiments.theory_game --out experiments/out/theory
 
 Claim: the equilibrium is unique for G = W⁻¹ but not for every G; the closed form holds from a
 known
@@ -27,7 +27,7 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from cenet import functional as F
-from cenet.theory import (
+from experiments.theory import (
     Game,
     activation_budget,
     best_response,

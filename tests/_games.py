@@ -3,12 +3,11 @@
 import math
 
 import torch
-from hypothesis import strategies as st
-from torch import Tensor
-
-from cenet.theory import (
+from experiments.theory import (
     Game,
 )
+from hypothesis import strategies as st
+from torch import Tensor
 
 ROUND_OFF = 1e-11
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 from cenet.analysis.diagnosis import Diagnosis
+from cenet.report.pages import build_page
 from cenet.report.sources import from_diagnosis
-from cenet.report.writing import build_page
 from cenet.train.recipes import RECIPES
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&{{7*7}}"

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from PIL import Image
 
-from cenet.cli import main
+from cenet.__main__ import main
 from cenet.train import RECIPES, saving
 from cenet.train.data import Split, digits
 from cenet.train.engine import Trainer

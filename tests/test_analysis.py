@@ -8,15 +8,15 @@ import torch
 from torch import nn
 
 import cenet
-import cenet.analysis.statistics as statistics
-import cenet.analysis.watching as watching
+import cenet.analysis.activations as activations
+import cenet.analysis.recorder as recorder_module
 import cenet.models  # registers its networks with timm
 from _distributed import run as run_ranks
 from _planted import Planted, Tangled, images
 from _shards import record, sharded
 from cenet.analysis import Recorder
 from cenet.analysis.channels import channel_correlation, inhibited_ratio
-from cenet.analysis.statistics import LayerStatistics
+from cenet.analysis.recorder import LayerStatistics
 
 TOLERANCE = 1e-6
 STREAMED = (
@@ -223,7 +223,7 @@ def test_batches_that_are_taken_in_parts_count_whole(monkeypatch):
     x = images(7, 6, channels=5)
     whole, parts = LayerStatistics.empty(5, (6, 6)), LayerStatistics.empty(5, (6, 6))
     for found, chunk in ((whole, 2**23), (parts, 2 * 5 * 6 * 6)):
-        monkeypatch.setattr(statistics, "CHUNK", chunk)
+        monkeypatch.setattr(recorder_module, "CHUNK", chunk)
         found.see_before(x)
         found.see_after(x)
     assert whole.pixels == parts.pixels == 7 * 36
@@ -257,7 +257,7 @@ def test_sharded_over_processes_equals_one():
         assert reads.keys() == whole.reads.keys()
         for name, layer in whole.layers.items():
             assert (found[name]["images"], found[name]["pixels"]) == (9, layer.pixels)
-            for field in (*statistics.AFTER, *statistics.MAPS, "mean", "scatter"):
+            for field in (*recorder_module.AFTER, *recorder_module.MAPS, "mean", "scatter"):
                 assert relative(found[name][field], getattr(layer, field)) < TOLERANCE
         for name, read in whole.reads.items():
             assert torch.equal(reads[name], read)
@@ -296,7 +296,7 @@ def test_channels_last_networks_are_read_along_their_channels():
 
 
 def test_wide_layers_keep_some_of_their_covariances(monkeypatch):
-    monkeypatch.setattr("cenet.analysis.statistics.WIDEST", 4)
+    monkeypatch.setattr("cenet.analysis.recorder.WIDEST", 4)
     weight = torch.randn(9, 3)
     (layer,) = record(Planted(weight), images()).layers.values()
     assert layer.covariance.shape == (4, 4)
@@ -333,7 +333,7 @@ def test_an_operator_with_an_activation_inside_is_watched(monkeypatch):
 
     library.impl("scaled", scaled, "CompositeExplicitAutograd")
     operator = torch.ops.cenet_test.scaled.default
-    monkeypatch.setattr(watching, "FUSED", {operator: -2})
+    monkeypatch.setattr(activations, "FUSED", {operator: -2})
 
     class Fused(nn.Module):
         def forward(self, x):

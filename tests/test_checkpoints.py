@@ -4,11 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.checkpoint import DefaultLoadPlanner, load, save
 
-from _checks import assert_close
-from cenet import ChannelEquilibrium2d, load_released_ce_
-from cenet.checkpoints import RELEASED_KEYS
+from _checks import assert_close, version_1
+from cenet import ChannelEquilibrium2d, insert_ce_, load_released_ce_
+from cenet.checkpoints import RELEASED_KEYS, is_state
+from cenet.export import load_weights_
 
 # produced by running the released layer in float64: 48 channels, groups of 16, five training steps
 RECORDED = load_file(Path(__file__).parent / "data" / "released_ce_c48_g16.safetensors")
@@ -65,14 +68,77 @@ def test_first_batch_after_loading_does_not_overwrite():
 
 def test_the_variant_is_part_of_the_state():
     layer = loaded(torch.float64)
-    assert "ir.released" in layer.state_dict()
     twin = ChannelEquilibrium2d(48, dtype=torch.float64)
-    assert "ir.released" not in twin.state_dict()
+    assert twin.state_dict().keys() == layer.state_dict().keys()
+    assert is_state(layer.state_dict())
     twin.load_state_dict(layer.state_dict())
     assert twin.ir.released
     assert torch.equal(twin(RECORDED["train.x"]), layer(RECORDED["train.x"]))
     twin.load_state_dict(ChannelEquilibrium2d(48).state_dict())
     assert not twin.ir.released
+    incomplete = layer.state_dict()
+    assert incomplete._metadata["ir"]["version"] == 2
+    del incomplete["ir._extra_state"]
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: \"ir._extra_state"):
+        twin.load_state_dict(incomplete)
+
+
+@pytest.mark.parametrize("way", ["load_state_dict", "pth", "safetensors"])
+@pytest.mark.parametrize("released", [False, True])
+def test_states_written_before_version_2_load(tmp_path, released, way):
+    network = nn.Sequential(nn.BatchNorm2d(48), loaded(torch.float64)).eval()
+    network[1].ir.released = released
+    old = version_1(network.state_dict())
+    assert ("1.ir.released" in old) == released
+    twin = nn.Sequential(nn.BatchNorm2d(48), ChannelEquilibrium2d(48, dtype=torch.float64)).eval()
+    twin[1].ir.released = not released
+    if way == "load_state_dict":
+        assert old._metadata["1.ir"]["version"] == 1
+        twin.load_state_dict(old)
+    elif way == "pth":
+        torch.save(old, tmp_path / "old.pth")
+        load_weights_(twin, tmp_path / "old.pth")
+    else:
+        save_file(dict(old), tmp_path / "old.safetensors")
+        load_weights_(twin, tmp_path / "old.safetensors")
+    assert twin[1].ir.released == released
+    x = RECORDED["eval.x"].float()
+    assert torch.equal(twin(x), network(x))
+
+
+@pytest.mark.parametrize("layout", [dict, version_1], ids=["version 2", "version 1"])
+def test_a_state_loads_where_meta_is_the_default_device(layout):
+    layer = loaded(torch.float32)
+    layer.ir.released = layout is dict
+    with torch.device("meta"):
+        twin = ChannelEquilibrium2d(48)
+        twin.load_state_dict(layout(layer.state_dict()), assign=True)
+    assert twin.ir.released == layer.ir.released
+    x = RECORDED["eval.x"].float()
+    assert torch.equal(twin.eval()(x), layer.eval()(x))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_distributed_checkpoints_written_before_version_2_load(tmp_path):
+    layer, twin = loaded(torch.float32), ChannelEquilibrium2d(48)
+    layer.ir.released = False
+    save(version_1(layer.state_dict()), checkpoint_id=tmp_path)
+    state = twin.state_dict()
+    planner = DefaultLoadPlanner(allow_partial_load=True)
+    load(state, checkpoint_id=tmp_path, planner=planner)
+    twin.load_state_dict(state)
+    x = RECORDED["eval.x"].float()
+    assert torch.equal(twin.eval()(x), layer.eval()(x))
+
+
+def test_a_state_without_ce_lacks_all_of_it():
+    network = nn.Sequential(nn.Conv2d(3, 48, 3), nn.BatchNorm2d(48), nn.ReLU())
+    plain = network.state_dict()
+    insert_ce_(network)
+    missing, unexpected = network.load_state_dict(plain, strict=False)
+    assert not unexpected
+    assert "1.ce.ir._extra_state" in missing
+    assert all(key.startswith("1.ce.") for key in missing)
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,6 @@
 
 import subprocess
 import sys
-import venv
-from pathlib import Path
-from zipfile import ZipFile
 
 import pytest
 import torch
@@ -13,11 +10,9 @@ import cenet
 from _training import call
 from cenet.analysis import inhibited_ratio
 
-ROOT = Path(__file__).parent.parent
-
 
 def run(*arguments, check=True):
-    command = [sys.executable, "-m", "cenet.cli", *arguments]
+    command = [sys.executable, "-m", "cenet", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=check)
 
 
@@ -61,21 +56,3 @@ def test_inhibited_ratio():
     assert inhibited_ratio(torch.tensor([0.0, 0.2]), threshold=1.0) == 1.0
     with pytest.raises(ValueError, match=r"one value per channel, got \(2, 3\)"):
         inhibited_ratio(torch.zeros(2, 3))
-
-
-@pytest.mark.slow
-def test_wheel_in_an_empty_environment(tmp_path):
-    subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--outdir", tmp_path, ROOT], check=True
-    )
-    (wheel,) = tmp_path.glob("*.whl")
-    assert {"cenet/report/page.html.jinja", "cenet/report/page.css"} <= set(
-        ZipFile(wheel).namelist()
-    )
-    venv.create(tmp_path / "env", with_pip=True)
-    python = tmp_path / "env" / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "--quiet", wheel], check=True)
-    subprocess.run([python, "-c", "import cenet"], check=True, cwd=tmp_path)
-    command = [tmp_path / "env" / "bin" / "cenet", "--help"]
-    text = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path).stdout
-    assert "sites" in text

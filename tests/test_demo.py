@@ -6,9 +6,9 @@ import json
 import pytest
 import torch
 
-from cenet.analysis.command import examine_network
-from cenet.analysis.subjects import find_examinee
 from cenet.demo import MEASURES, PAPER, RESCALED, headline, rescale_, run_demo
+from cenet.diagnosing.command import diagnose_loaded
+from cenet.diagnosing.network import find_network
 
 pytest.importorskip("sklearn")
 
@@ -41,9 +41,9 @@ def test_the_comparison_and_the_page(demo, capsys):
 
 def test_the_headline_does_not_move_with_the_scale_of_a_network(demo, tmp_path):
     found, folder = demo
-    examinee = find_examinee(str(folder / "BN-seed0"))
-    rescale_(examinee.network, 10.0)
-    scaled, _ = examine_network(examinee, None, tmp_path, device="cpu")
+    loaded = find_network(str(folder / "BN-seed0"))
+    rescale_(loaded.network, 10.0)
+    scaled, _ = diagnose_loaded(loaded, None, tmp_path, device="cpu")
     (run,) = found["BN"]
     again = run._replace(diagnosis=scaled)
     assert headline({**found, "BN": [again]}) == headline(found)
@@ -61,7 +61,7 @@ def test_only_the_papers_figure_moves_in_the_rescaled_column(demo):
 
 def test_rescaling_leaves_the_function(demo):
     _, folder = demo
-    network = find_examinee(str(folder / "BN-seed0")).network.eval().double()
+    network = find_network(str(folder / "BN-seed0")).network.eval().double()
     twin = copy.deepcopy(network)
     rescale_(twin, 0.01)
     x = torch.randn(4, 1, 8, 8, dtype=torch.float64)

@@ -17,12 +17,12 @@ import cenet.detection.data as data_module
 from _detection import COMMIT, TINY, as_found, detection_row, few_shapes, write_detection_run
 from _pages import HOSTILE, Reader
 from _training import call
+from cenet.detection.boxes_svg import COLOURS, TALL, Box, draw_boxes
 from cenet.detection.engine import build_detector
 from cenet.detection.page import build_page, read_source
 from cenet.detection.predictions import choose, match, predictions_section
 from cenet.detection.run import show_run
-from cenet.report.scenes import COLOURS, TALL, Box, scene
-from cenet.report.shell import save_page
+from cenet.report.render import save_page
 from cenet.train import saving, snapshot
 from cenet.train.weights import WEIGHTS, write_weights
 
@@ -244,7 +244,7 @@ def test_where_nothing_was_found_the_page_says_so():
 def test_names_stay_in_the_drawing_and_cover_no_other(size):
     boxes = [Box((0.0, 0.0, size[0] / 2, size[1] / 2), "a name", n) for n in range(3)]
     boxes.append(Box((size[0] - 4.0, size[1] - 2.0, 4.0, 2.0), "another name", 3))
-    drawing = ElementTree.fromstring(scene("label", "data:,", size, boxes))
+    drawing = ElementTree.fromstring(draw_boxes("label", "data:,", size, boxes))
     wide, high = map(float, drawing.get("viewBox").split()[2:])
     assert 0.29 < high / wide <= 1
     tags = [tag for tag in drawing.iter(f"{SVG}rect") if tag.get("rx")]

@@ -285,10 +285,9 @@ def test_other_objects_are_another_run(tmp_path):
 
 
 def test_without_pycocotools_there_is_one_line(monkeypatch, tmp_path):
-    monkeypatch.setattr(
-        "cenet.detection.evaluation.find_spec", lambda name: None if "coco" in name else 1
-    )
-    with pytest.raises(SystemExit, match=r"detection needs pycocotools; install it with"):
+    monkeypatch.setitem(sys.modules, "pycocotools", None)
+    message = r"^pycocotools is not installed; pip install 'cenet\[detection\]'$"
+    with pytest.raises(SystemExit, match=message):
         call(monkeypatch, "detect", "train", "shapes", "--out", str(tmp_path))
 
 

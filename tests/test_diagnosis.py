@@ -1,6 +1,7 @@
-"""What a diagnosis holds, against independent formulas, and files of the version before."""
+"""What a diagnosis holds, against independent formulas, and what its one reader accepts."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -8,10 +9,12 @@ import torchvision
 from torch import nn
 
 import cenet
+from _pages import write_run
 from _planted import Planted, Tangled, images
 from cenet.analysis.diagnosis import Diagnosis
-from cenet.analysis.overlays import overlays
+from cenet.analysis.gradcam import overlays
 from cenet.models.lookup import create_named
+from cenet.report import write_diagnosis_page, write_page
 
 
 def test_pictures_show_the_evidence_for_the_true_class():
@@ -135,7 +138,8 @@ def test_files_of_version_2_are_read(tmp_path):
     content = json.loads(json.dumps(cenet.diagnose(model, [images()]).as_dict()))
     assert content["version"] == 3
     content["version"] = 2
-    picture = {"image": "x", "overlay": "y", "label": "cat", "predicted": "dog"}
+    image = "data:image/png;base64,AAAA"
+    picture = {"image": image, "overlay": image, "label": "cat", "predicted": "dog"}
     content["gradcam"] = [picture]
     del content["batch_norms"]
     for layer in content["layers"]:
@@ -152,3 +156,81 @@ def test_files_of_version_2_are_read(tmp_path):
         Diagnosis.from_dict({key: item for key, item in content.items() if key != "layers"})
     with pytest.raises(ValueError, match="layers must be a list"):
         Diagnosis.from_dict({**content, "layers": "none"})
+
+
+def first(part, **changes):
+    """Change an object of a diagnosis, or the first of a list of them."""
+
+    def edit(content):
+        found = content[part]
+        (found[0] if isinstance(found, list) else found).update(changes)
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda d: d.update(format="other"), "not a diagnosis: its format is 'other', not 'cenet"),
+        (lambda d: d.update(version=1), "this diagnosis is of version 1, not 3"),
+        (lambda d: d.pop("layers"), r"missing \['layers'\], unknown \[\]"),
+        (lambda d: d.update(layers=None), "layers must be a list, got 'None'"),
+        (lambda d: d.update(layers=[{"name": "x"}]), r"layers\[0\]: missing \['activation'"),
+        (first("layers", extra=1), r"layers\[0\]: missing \[\], unknown \['extra'\]"),
+        (first("layers", width="8"), r"layers\[0\].width must be of type int, got '8'"),
+        (first("data", size=[1]), r"data.size must be 2 values, got '\[1\]'"),
+        (first("accuracy", top1="high"), "accuracy.top1 must be a number, got 'high'"),
+        (lambda d: d.update(threshold=True), "threshold must be a number, got 'True'"),
+        (lambda d: d.update(threshold=math.nan), "threshold must be finite, .*, got 'nan'"),
+        (lambda d: d.update(first_six=10**400), r"first_six must be .* at most 1e\+100, got '1000"),
+        (first("model", parameters=10**400), "model.parameters must be finite, at most 1e"),
+        (lambda d: d.update(sites="bn1"), "sites must be a list, got 'bn1'"),
+        (first("layers", channels=3), r"layers\[0\]: 3 channels, but 64 values of mean_abs"),
+        (first("layers", activity=[]), r"layers\[0\]: 64 channels, but 0 values of activity"),
+        (first("layers", contribution=[1.0]), "64 channels, but 1 values of contribution"),
+        (first("layers", prunable=[64]), r"layers\[0\]: prunable names a channel that is not one"),
+        (first("layers", fires_below_1_percent=[-1]), "rare names a channel that is not one of"),
+        (first("layers", magnitude=[[1.0], [1.0, 2.0]]), "magnitude has rows of different lengths"),
+        (first("layers", magnitude_before=[[1.0], []]), "magnitude_before has rows of different"),
+        (first("matrices", channels=[1, 2]), r"matrices\[0\]: values must be 2 × 2"),
+        (first("ablation", ratios=[0.0, 0.5]), "ablation: 2 ratios, but 10 of top1"),
+        (first("ablation", least_important_first=[]), "10 ratios, but 0 of least_important_first"),
+        (first("ablation", top1=[[]] * 10), "ablation: top1 has a ratio without a value"),
+        (first("importance", standard_error=[]), "64 values of divergence, but 0 of standard_err"),
+        (first("gradcam", overlay="javascript:x"), r"gradcam\[0\]: overlay must be data:image/png"),
+    ],
+)
+def test_damaged_files_get_one_clear_error(edit, message, tmp_path):
+    run = write_run(tmp_path / "run", 0, layers=4, epochs=2)
+    content = json.loads((run / "diagnosis.json").read_text())
+    edit(content)
+    refused(run, json.dumps(content).encode(), message)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"format": "cenet.diag', "Unterminated string"),
+        (b"\xff\xfe\xfa", "can't decode"),
+        (b"[]", "not a diagnosis: its format is None"),
+        (b"[" * 100_000, "recursion"),
+    ],
+)
+def test_files_that_are_no_diagnosis_get_the_same_error(content, message, tmp_path):
+    refused(write_run(tmp_path / "run", 0, layers=4, epochs=2), content, message)
+
+
+def refused(run, content, message):
+    """Reading the file says what is wrong with it, and so does every page of the run."""
+    path, page = run / "diagnosis.json", run.parent / "page.html"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message) as error:
+        Diagnosis.read(path)
+    said = str(error.value)
+    assert said.startswith(f"{path} cannot be read: ")
+    assert said.endswith("; write it again with `cenet diagnose`")
+    for write, given in ((write_page, [run]), (write_page, [path]), (write_diagnosis_page, run)):
+        with pytest.raises(ValueError, match=message) as error:
+            write(given, page)
+        assert str(error.value) == said
+    assert not page.exists()

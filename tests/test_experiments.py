@@ -25,8 +25,8 @@ from experiments.tables import names
 from scipy import stats
 from torch import nn
 
-from cenet.analysis.command import examine
 from cenet.detection.command import parse as parse_detector
+from cenet.diagnosing.command import diagnose_named
 from cenet.models.cost import PAPER_GFLOPS as NETWORKS
 from cenet.train import RECIPES
 from cenet.train.command import parse
@@ -432,7 +432,7 @@ def test_a_run_leaves_rows_with_the_columns_of_the_committed_ones(tmp_path):
     assert parts_of(Run("resnet50_se")) == {"cams"}
     assert parts_of(Run("vgg16_ce", watched=True)) == parts_of(Run("vgg16_bd")) == frozenset()
     train(Job(run.made, Options(tmp_path)))
-    found, _ = examine(str(tmp_path), None, tmp_path, ablation_images="all")
+    found, _ = diagnose_named(str(tmp_path), None, tmp_path, ablation_images="all")
     rows = collect(run, tmp_path, "command")
     for table in ("runs", "layers", "ablation"):
         assert list(rows[table][0]) == list(tables.read(table)[0]), table

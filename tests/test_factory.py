@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -343,7 +344,7 @@ def test_a_foreign_checkpoint_gives_one_error_that_lists_everything():
 
 
 def run_cli(*arguments):
-    command = [sys.executable, "-m", "cenet.cli", *arguments]
+    command = [sys.executable, "-m", "cenet", *arguments]
     return subprocess.run(command, capture_output=True, text=True)
 
 
@@ -365,10 +366,6 @@ def test_cli_exports_a_checkpoint(tmp_path):
     [
         (("export", "resnet50", "w.pth", "--out", "x"), "resnet50 is not a CE network; use one of"),
         (("export", "cevgg16", "none.pth", "--out", "x"), "none.pth is not a file"),
-        (("bench", "vgg16", "--size", "8", "--batch", "1"), "vgg16 does not take 1 images of this"),
-        (("bench", "resnet34"), "resnet34 is not a network of the paper; use one of"),
-        (("bench", "vgg16", "--batch", "0"), "batch, rounds and size must be at least 1"),
-        (("bench", "vgg16", "--size", "0"), "batch, rounds and size must be at least 1"),
     ],
 )
 def test_cli_names_what_is_wrong(arguments, message, monkeypatch, capsys):
@@ -461,11 +458,32 @@ def test_a_released_checkpoint_with_impossible_values_is_refused(key, value, mes
         released_ceresnet50(state)
 
 
-def test_cli_bench_prints_ratios():
-    result = run_cli("bench", "vgg16", "--batch", "2", "--rounds", "1")
-    assert result.returncode == 0, result.stderr
+def bench(monkeypatch, *arguments):
+    """`benchmarks/bench_networks.py` in this process."""
+    script = Path(__file__).parents[1] / "benchmarks" / "bench_networks.py"
+    monkeypatch.setattr(sys, "argv", [str(script), *arguments])
+    runpy.run_path(str(script), run_name="__main__")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("vgg16", "--size", "8", "--batch", "1"), "vgg16 does not take 1 images of this size"),
+        (("resnet34",), "resnet34 is not a network of the paper; use one of"),
+        (("vgg16", "--batch", "0"), "batch, rounds and size must be at least 1"),
+        (("vgg16", "--size", "0"), "batch, rounds and size must be at least 1"),
+    ],
+)
+def test_bench_names_what_is_wrong(arguments, message, monkeypatch):
+    with pytest.raises(SystemExit, match=message):
+        bench(monkeypatch, *arguments)
+
+
+def test_bench_prints_ratios(monkeypatch, capsys):
+    bench(monkeypatch, "vgg16", "--batch", "2", "--rounds", "1")
+    printed = capsys.readouterr().out
     for row in ("plain", "SE", "CE folded"):
-        assert row in result.stdout
+        assert row in printed
 
 
 def test_hub_entry_points():

@@ -15,6 +15,7 @@ from cenet import (
     InstanceReweighting2d,
     NormCE2d,
     fold_ce,
+    fold_conv_norm_ce,
     insert_ce_,
     load_released_ce_,
     update_ce_stats,
@@ -368,3 +369,57 @@ def test_other_refusals():
 
     with pytest.raises(ValueError, match="Standardized may not use its weight as it is"):
         fold_ce(block(Standardized(3, 48, 3)))
+
+
+def pair(layer=ChannelEquilibrium2d, channels=24, act=None, **conv):
+    """A convolution and a NormCE2d, both away from their initial values."""
+    torch.manual_seed(0)
+    network = nn.Sequential(
+        nn.Conv2d(6, channels, 3, padding=1, **conv),
+        NormCE2d(nn.BatchNorm2d(channels), layer(channels), act),
+    ).double()
+    nn.init.normal_(network[1].norm.weight, 1, 0.5)
+    nn.init.normal_(network[1].norm.bias)
+    for _ in range(3):
+        network(2 * torch.randn(8, 6, 9, 9, dtype=torch.float64) + 1)
+    return network.eval()
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("conv", [{}, {"bias": False}, {"groups": 2}], ids=str)
+def test_one_convolution_and_its_norm_ce_fold_alone(layer, conv):
+    before, after = pair(layer, act=nn.ReLU(), **conv)
+    state = copy.deepcopy(nn.Sequential(before, after).state_dict())
+    x = torch.randn(2, 6, 7, 5, dtype=torch.float64)
+    residual = torch.randn(2, 24, 7, 5, dtype=torch.float64)
+    folded, rest = fold_conv_norm_ce(before, after)
+    assert not norms(rest)
+    assert_close("y", rest(folded(x)), after(before(x)), 1e-10)
+    expected = after(before(x), residual, nn.ELU())
+    assert_close("with a residual", rest(folded(x), residual, nn.ELU()), expected, 1e-10)
+    now = nn.Sequential(before, after).state_dict()
+    assert all(torch.equal(value, now[name]) for name, value in state.items())
+
+
+def test_decorrelation_alone_leaves_nothing_of_one_pair_but_its_activation():
+    folded, rest = fold_conv_norm_ce(*pair(BatchDecorrelation2d))
+    assert isinstance(rest, Finish)
+    assert folded.bias is not None
+
+
+def test_a_pair_that_cannot_be_folded_is_named():
+    conv, norm_ce = pair()
+    with pytest.raises(TypeError, match="conv is a Linear; pass the Conv2d before the norm"):
+        fold_conv_norm_ce(nn.Linear(3, 3), norm_ce)
+    with pytest.raises(TypeError, match="norm_ce is a ChannelEquilibrium2d; build it as NormCE2d"):
+        fold_conv_norm_ce(conv, norm_ce.ce)
+    with pytest.raises(ValueError, match=r"evaluation mode; call norm_ce.eval\(\) first"):
+        fold_conv_norm_ce(conv, copy.deepcopy(norm_ce).train())
+    with pytest.raises(ValueError, match="conv has 8 output channels, but norm_ce has 24"):
+        fold_conv_norm_ce(nn.Conv2d(3, 8, 1), norm_ce)
+    group_norm = NormCE2d(nn.GroupNorm(2, 24), ChannelEquilibrium2d(24)).eval()
+    with pytest.raises(ValueError, match="its norm is GroupNorm; CE is folded behind batch norms"):
+        fold_conv_norm_ce(conv, group_norm)
+    conv.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="its convolution has hooks"):
+        fold_conv_norm_ce(conv, norm_ce)

@@ -18,7 +18,7 @@ from torchvision.datasets import CIFAR10
 
 from _sources import write_parquet, write_shards
 from _training import TINY, assert_same_run, call, metrics, stop_at, trainer
-from cenet.analysis.command import run as diagnose
+from cenet.diagnosing.command import run as diagnose
 from cenet.report import write_page
 from cenet.train import RECIPES, saving
 from cenet.train.data import Encoded, Resident, digest, digits, image_folders, load

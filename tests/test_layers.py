@@ -19,6 +19,7 @@ from cenet import (
     unfreeze_ce_,
     update_ce_stats,
 )
+from cenet.baselines import IterNorm2d, SwitchableNorm2d, SwitchableWhitening2d
 
 LAYERS = {
     "ce": ChannelEquilibrium2d,
@@ -500,6 +501,19 @@ def test_bad_arguments_are_named(arguments, message):
         ChannelEquilibrium2d(**{"num_features": 16, **arguments})
 
 
+@pytest.mark.parametrize(
+    "layer",
+    [
+        *(BatchDecorrelation2d, InstanceReweighting2d, ChannelEquilibrium2d),
+        *(IterNorm2d, SwitchableNorm2d, SwitchableWhitening2d),
+    ],
+)
+def test_only_the_channels_are_positional(layer):
+    """torch's norms have eps second: here it would be the momentum of one layer and not another."""
+    with pytest.raises(TypeError, match="positional argument"):
+        layer(64, 1e-5)
+
+
 def test_unknown_arguments_are_refused():
     with pytest.raises(TypeError, match="momentunm"):
         ChannelEquilibrium2d(64, momentunm=0.5)
@@ -606,3 +620,23 @@ def test_half_precision_gradient_under_an_upstream_gradient_with_a_mean(name, dt
     block(x).backward(upstream)
     exact(z).backward(upstream.double())
     assert_close("x.grad", x.grad, z.grad, rtol)
+
+
+def test_computing_w_and_s_moves_no_buffer_and_tracking_does():
+    layer = ChannelEquilibrium2d(24)
+    x, one = images(), torch.ones(24)
+    statistics = layer.summarize(x, layer.measure(x, batch=True), norm=False)
+    before = copy.deepcopy(layer.state_dict())
+    inv_sqrt, inv_std = layer.bd.inv_sqrt(one, statistics), layer.ir.inv_std(one, statistics)
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+    assert torch.equal(layer.bd.inv_sqrt(one, None), layer.bd.running_inv_sqrt)
+    layer.bd.track(inv_sqrt, statistics)
+    layer.ir.track(inv_std, statistics)
+    assert layer.bd.num_batches_tracked == layer.ir.num_batches_tracked == 1
+    assert torch.equal(layer.bd.running_inv_sqrt, inv_sqrt)  # the first batch counts alone
+    assert torch.equal(layer.ir.running_inv_std, inv_std)
+    twin = ChannelEquilibrium2d(24)
+    twin.load_state_dict(before)
+    twin(x)
+    now = layer.state_dict()
+    assert all(torch.equal(value, now[name]) for name, value in twin.state_dict().items())

@@ -30,7 +30,7 @@ from cenet.analysis import (
     saturated,
     weight_statistics,
 )
-from cenet.analysis.sample import Sample
+from cenet.analysis.ablation import Sample
 
 TOLERANCE = 1e-6
 
@@ -143,7 +143,7 @@ def test_a_channel_fires_where_one_pixel_is_positive():
 
 
 def test_wide_layers_name_their_own_channels(monkeypatch):
-    monkeypatch.setattr("cenet.analysis.statistics.WIDEST", 4)
+    monkeypatch.setattr("cenet.analysis.recorder.WIDEST", 4)
     monkeypatch.setattr("cenet.analysis.diagnosis.WIDEST", 4)
     weight = apart(8)
     weight[6] = 2 * weight[2]

@@ -22,9 +22,9 @@ from _pages import (
 )
 from cenet.analysis.diagnosis import Diagnosis
 from cenet.report import write_diagnosis_page, write_page
+from cenet.report.formatting import show
+from cenet.report.pages import build_page
 from cenet.report.sources import read_sources
-from cenet.report.words import show
-from cenet.report.writing import build_page
 from cenet.train.recipes import Recipe
 
 
@@ -86,7 +86,10 @@ def test_tables_of_channels_hold_the_numbers_of_the_source(folder):
             for layer in layers
             for channel, value in enumerate(layer[key] or ())
         )
-    assert "not known of 1 layer" in found["contribution"].caption
+    assert (
+        "For 1 layer the weights that read the channels are unknown."
+        in found["contribution"].caption
+    )
     curve = content["ablation"]
     points = zip(curve["ratios"], curve["top1"], curve["least_important_first"], strict=True)
     assert found["ablation"].table.rows == tuple(

@@ -20,8 +20,12 @@ import numpy
 import pytest
 import torch
 from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import save_file
 
+from _checks import version_1
 from _training import ALONE, TINY, VARIATIONS, assert_same_run, call, few_digits, stop_at, trainer
+from cenet.checkpoints import digest, read_state
 from cenet.train import saving, snapshot
 from cenet.train.command import ended
 from cenet.train.engine import Trainer
@@ -30,9 +34,37 @@ from cenet.train.options import Options
 from cenet.train.processes import Processes
 from cenet.train.run import Job, train
 from cenet.train.sources import Folder
-from cenet.train.weights import WEIGHTS
+from cenet.train.weights import WEIGHTS, load_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_a_run_folder_written_before_version_2_goes_on_and_is_read(tmp_path):
+    recipe = replace(TINY, **VARIATIONS["ema, mixup, clipping"])
+    trainer(recipe, tmp_path / "whole", few_digits()).run()
+    first = trainer(recipe, tmp_path / "old", few_digits())
+    stop_at(first, 5)
+    with pytest.raises(Interrupted):
+        first.run()
+    for path in saving.checkpoints(tmp_path / "old"):
+        tensors, facts = saving.read(path)
+        old = version_1(tensors)
+        assert {name.partition(".")[0] for name in tensors.keys() - old.keys()} == {"ema", "model"}
+        saving.write(path, old, facts)
+    second = trainer(recipe, tmp_path / "old", few_digits())
+    assert "resuming from step-" in second.resume()
+    second.run()
+    assert_same_run(tmp_path / "whole", tmp_path / "old")
+    new = load_run(tmp_path / "old").state_dict()
+    path = tmp_path / "old" / WEIGHTS
+    with safe_open(path, framework="pt") as file:
+        about = json.loads(file.metadata()["cenet"])
+    old = version_1(read_state(path))
+    about["digest"] = digest(old, "")
+    save_file(old, path, {"cenet": json.dumps(about)})
+    found = load_run(tmp_path / "old").state_dict()
+    assert found.keys() == new.keys()
+    assert all(torch.equal(value, new[name]) for name, value in found.items())
 
 
 @pytest.mark.parametrize("name", VARIATIONS)

@@ -169,7 +169,7 @@ def test_fsdp2_shards_a_ce_network():
 
 def test_lightning_synchronizes_ce_and_takes_it_back(tmp_path):
     lightning = pytest.importorskip("lightning.pytorch")
-    from cenet.train.lightning import SyncCE
+    from cenet.lightning import SyncCE
 
     class Digits(lightning.LightningModule):
         def __init__(self):

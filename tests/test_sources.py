@@ -18,6 +18,7 @@ from PIL import Image
 
 from _sources import files_of, write_parquet, write_rows, write_shards, write_tar
 from _training import TINY, assert_same_run, call, stop_at, trainer
+from cenet.extras import MissingExtraError
 from cenet.train import parquet
 from cenet.train.data import Encoded, Resident, digest, image_folders, load, load_test
 from cenet.train.inputs import inputs_of
@@ -500,8 +501,10 @@ def test_classes_in_another_order(tmp_path):
 def test_without_pyarrow(tmp_path, monkeypatch):
     for part in ("train", "test"):
         (tmp_path / f"{part}-0.parquet").write_bytes(b"")
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    refused(tmp_path, r"train-0.parquet needs pyarrow; pip install 'cenet\[data\]'")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    message = r"^pyarrow is not installed; pip install 'cenet\[data\]'$"
+    with pytest.raises(MissingExtraError, match=message):
+        load(RECIPE, tmp_path)
 
 
 def test_half_of_a_place(tmp_path):

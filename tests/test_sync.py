@@ -355,18 +355,24 @@ def test_a_killed_rank_ends_the_others_with_an_error():
         assert "Error" in error.split(":")[0]
 
 
+def places(model):
+    """Keys of the state dict, and where the tensors are; extra state is made anew each time."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return list(model.state_dict()), {name: value.data_ptr() for name, value in tensors.items()}
+
+
 def test_conversion_keeps_parameters_and_keys():
     model = nn.Sequential(nn.Conv2d(3, 24, 3), layer("bn+ce"), layer("ce"), layer("gn+ce"))
-    before = {name: value.data_ptr() for name, value in model.state_dict().items()}
+    before = places(model)
     model[2].freeze()
     assert convert_sync_ce(model) is model
     assert "24, frozen, synchronized" in repr(model)
     assert repr(model).count("synchronized") == 3
-    assert before == {name: value.data_ptr() for name, value in model.state_dict().items()}
+    assert before == places(model)
     assert revert_sync_ce(model) is model
     assert "synchronized" not in repr(model)
     assert model[2].frozen
-    assert before == {name: value.data_ptr() for name, value in model.state_dict().items()}
+    assert before == places(model)
 
 
 @pytest.mark.parametrize("ce_first", [True, False])

@@ -5,6 +5,21 @@ from dataclasses import replace
 
 import pytest
 import torch
+from experiments.theory import (
+    Game,
+    best_response,
+    closed_form,
+    deviation_gain,
+    find_equilibrium,
+    game_of_block,
+    interference_strength,
+    kkt,
+    monotonicity,
+    payoff,
+    potential,
+    tangent,
+    water_fill,
+)
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -23,21 +38,6 @@ from _games import (
     tensor,
     uniform,
     with_row,
-)
-from cenet.theory import (
-    Game,
-    best_response,
-    closed_form,
-    deviation_gain,
-    find_equilibrium,
-    game_of_block,
-    interference_strength,
-    kkt,
-    monotonicity,
-    payoff,
-    potential,
-    tangent,
-    water_fill,
 )
 
 

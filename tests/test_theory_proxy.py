@@ -11,6 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from experiments.theory import (
+    Game,
+    activation_budget,
+    best_response,
+    closed_form,
+    find_equilibrium,
+    game_of_block,
+    linear_proxy,
+    monotonicity,
+    payoff,
+    tangent,
+)
 from hypothesis import given, settings
 from torch import Tensor
 from torch.testing import assert_close
@@ -28,18 +40,6 @@ from _games import (
     with_row,
 )
 from cenet import functional as F
-from cenet.theory import (
-    Game,
-    activation_budget,
-    best_response,
-    closed_form,
-    find_equilibrium,
-    game_of_block,
-    linear_proxy,
-    monotonicity,
-    payoff,
-    tangent,
-)
 
 PAGE = Path(__file__).parent.parent / "docs" / "theory.md"
 

@@ -9,10 +9,10 @@ from torch import nn
 import cenet
 from _planted import Planted, images
 from cenet.analysis import verdict as verdicts
-from cenet.analysis.command import examine
+from cenet.analysis.diagnose import is_untrained
 from cenet.analysis.diagnosis import Accuracy, Removal
-from cenet.analysis.examination import is_untrained
 from cenet.analysis.verdict import Evidence, judge
+from cenet.diagnosing.command import diagnose_named
 
 CHANNELS = 20
 
@@ -34,7 +34,7 @@ def runs(tmp_path_factory):
 
 def verdict_of(folder, tmp_path, **options):
     options = {"ablation_images": 0, **options}
-    return examine(str(folder), None, tmp_path / "out", device="cpu", **options)[0]
+    return diagnose_named(str(folder), None, tmp_path / "out", device="cpu", **options)[0]
 
 
 def kill_(network, batches, share):
@@ -62,14 +62,14 @@ def test_three_networks_get_three_verdicts(runs, tmp_path):
 
 
 def test_dead_channels_are_to_be_pruned(runs, tmp_path):
-    from cenet.analysis.command import _completed, _shown
-    from cenet.analysis.subjects import find_examinee
+    from cenet.diagnosing.command import complete, find_image_set
+    from cenet.diagnosing.network import find_network
 
-    examinee = find_examinee(str(runs / "digits_plain"))
-    shown = _shown(examinee, None, None, examinee.size, 64)
-    dead = kill_(examinee.network, shown.batches(), 0.3)
-    found = cenet.diagnose(examinee.network, shown.batches(), ablation_images=64)
-    found = _completed(found, examinee, None, shown, torch.device("cpu"))
+    loaded = find_network(str(runs / "digits_plain"))
+    shown = find_image_set(loaded, None, None, loaded.size, 64)
+    dead = kill_(loaded.network, shown.batches(), 0.3)
+    found = cenet.diagnose(loaded.network, shown.batches(), ablation_images=64)
+    found = complete(found, loaded, None, shown, torch.device("cpu"))
     assert found.verdict.kind == "prune"
     assert sum(map(len, found.prunable.values())) == dead == found.removal.channels
     for layer in found.layers:
@@ -253,10 +253,16 @@ def test_harmless_is_two_standard_errors_or_one_percent(rise, error, kind):
 
 def test_one_percent_is_worth_pruning():
     evidence = evidence_of(trained())
-    layer = replace(evidence.layers[0], channels=100)
-    one = replace(evidence, layers=[replace(layer, prunable=(0,))])
-    assert judge(one).kind == "prune"
-    assert judge(replace(one, layers=[replace(layer, channels=101, prunable=(0,))])).kind != "prune"
+
+    def kind(channels):
+        """The verdict on one layer with one prunable channel."""
+        names = ("mean_abs", "activity", "firing", "contribution")
+        values = dict.fromkeys(names, (1.0,) * channels)
+        layer = replace(evidence.layers[0], channels=channels, prunable=(0,), **values)
+        return judge(replace(evidence, layers=[layer])).kind
+
+    assert kind(100) == "prune"
+    assert kind(101) != "prune"
 
 
 def test_a_layer_through_which_nothing_passes_is_named():

@@ -4,7 +4,7 @@ from cenet import functional
 from cenet.analysis import diagnose
 from cenet.calibration import update_ce_stats
 from cenet.checkpoints import load_released_ce_
-from cenet.folding import fold_ce
+from cenet.folding import fold_ce, fold_conv_norm_ce
 from cenet.nn import (
     BatchDecorrelation2d,
     ChannelEquilibrium2d,
@@ -14,8 +14,9 @@ from cenet.nn import (
     revert_sync_ce,
 )
 from cenet.surgery import CESite, ce_sites, freeze_ce_, insert_ce_, remove_ce_, unfreeze_ce_
+from cenet.version import VERSION
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "BatchDecorrelation2d",
@@ -27,6 +28,7 @@ __all__ = [
     "convert_sync_ce",
     "diagnose",
     "fold_ce",
+    "fold_conv_norm_ce",
     "freeze_ce_",
     "functional",
     "insert_ce_",

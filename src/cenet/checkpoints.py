@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cenet.nn import ChannelEquilibrium2d
+from cenet.extras import require
+from cenet.nn import ChannelEquilibrium2d, InstanceReweighting2d
 
 RELEASED_KEYS = {
     "x_weight": "mix_logit",
@@ -82,12 +83,15 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
     put before its keys is left off.
 
     Raises:
+        MissingExtraError: safetensors is not installed.
         ValueError: the file is missing, damaged, or holds something else than tensors.
     """
     path = Path(path)
     state: Any
     if not path.is_file():
         raise ValueError(f"{path} is not a file")
+    if path.suffix == ".safetensors":
+        require("models")
     try:
         if path.suffix == ".safetensors":
             state = _read_safetensors(path)
@@ -123,7 +127,10 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 def load_state_(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Load a state dict, in place; ValueError that says what does not fit."""
-    own = module.state_dict()
+    own, state = module.state_dict(), dict(state)
+    for name, layer in module.named_modules(remove_duplicate=False):
+        if isinstance(layer, InstanceReweighting2d):
+            layer.upgrade_state_(state, f"{name}." if name else "")
     problems = {
         "missing": [name for name in own if name not in state],
         "unknown": [name for name in state if name not in own],
@@ -140,7 +147,7 @@ def load_state_(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     ]
     if found:
         raise ValueError(f"these weights are of another network: {', '.join(found)}")
-    module.load_state_dict(dict(state))
+    module.load_state_dict(state)
 
 
 def digest(tensors: Mapping[str, Tensor], facts: str) -> str:

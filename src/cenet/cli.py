@@ -6,12 +6,14 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from cenet.extras import MissingExtraError, require
+
+require("cli")
+
 import tyro
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-
-from cenet import __version__
 
 
 def sites(model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]) -> None:
@@ -66,54 +68,6 @@ def models() -> None:
         paper = "" if found.paper is None else f"{found.paper:.2f}"
         table.add_row(f"ce{name}", str(found.sites), *parameters, *counted, paper)
     console.print(table)
-
-
-def bench(
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = "resnet50",
-    device: Literal["cpu", "cuda"] = "cpu",
-    batch: int = 32,
-    rounds: int = 5,
-    size: int | None = None,
-    compiled: bool = False,
-) -> None:
-    """Time inference of a network plain, with SE and with CE, as ratios (the paper's Table 1).
-
-    Args:
-        model: a network of the paper, such as resnet50 (`cenet models` lists them).
-        device: where to run.
-        batch: images at a time.
-        rounds: how often each network is timed, in turns.
-        size: height and width of the images; by default the network's own.
-        compiled: time torch.compile too.
-    """
-    from cenet.models import NETWORKS
-    from cenet.models.timing import time_inference
-
-    name = model.removeprefix("ce")
-    if name not in NETWORKS:
-        raise SystemExit(f"{model} is not a network of the paper; use one of {', '.join(NETWORKS)}")
-    if min(batch, rounds, 1 if size is None else size) < 1:
-        raise SystemExit("batch, rounds and size must be at least 1")
-    if device == "cuda" and not _has_cuda():
-        raise SystemExit("--device cuda: this machine has no CUDA device; use --device cpu")
-    try:
-        found = time_inference(
-            name, device=device, batch=batch, rounds=rounds, size=size, compiled=compiled
-        )
-    except RuntimeError as error:
-        raise SystemExit(
-            f"{name} does not take {batch} images of this size here: {str(error).splitlines()[0]}"
-        ) from error
-    side = size or NETWORKS[name].input_size
-    table = Table(
-        title=f"{name}, inference, {batch} images of {side}², {device}, n = {rounds} turns"
-    )
-    for column in ("network", "ms", "ratio to plain", "least to largest"):
-        table.add_column(column, justify="left" if column == "network" else "right")
-    for row in found:
-        spread = f"{row.spread[0]:.2f} to {row.spread[1]:.2f}"
-        table.add_row(row.name, f"{row.milliseconds:.1f}", f"{row.ratio:.2f}", spread)
-    Console().print(table)
 
 
 def export(
@@ -190,7 +144,7 @@ def diagnose(
         out: folder for diagnosis.json and the page diagnosis.html; by default that of the run,
             where `cenet report` finds it, or `diagnosis`.
     """
-    from cenet.analysis.command import run
+    from cenet.diagnosing.command import run
     from cenet.report import write_diagnosis_page
 
     out = out or (Path(model) if Path(model).is_dir() else Path("diagnosis"))
@@ -338,18 +292,17 @@ def detect() -> None:
 
 
 def main() -> None:
-    """Entry point of the `cenet` command."""
+    """Run the command of `sys.argv`; exit with one line if it cannot be run."""
     try:
         _main()
+    except MissingExtraError as error:
+        raise SystemExit(str(error)) from error
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from None
 
 
 def _main() -> None:
-    if sys.argv[1:] == ["--version"]:
-        print(f"cenet {__version__}")
-        return
     if sys.argv[1:2] in (["train"], ["detect"]):
         from cenet.train.interrupts import answered
 
@@ -358,7 +311,6 @@ def _main() -> None:
         return
     tyro.extras.subcommand_cli_from_dict(
         {
-            "bench": bench,
             "demo": demo,
             "detect": detect,
             "diagnose": diagnose,
@@ -373,13 +325,3 @@ def _main() -> None:
         prog="cenet",
         description="Channel equilibrium for convolutional networks. --version prints the version.",
     )
-
-
-def _has_cuda() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
-if __name__ == "__main__":
-    main()

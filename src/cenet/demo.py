@@ -16,6 +16,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from cenet.extras import require
+
+require("demo")
+
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -23,9 +27,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import nn
 
-from cenet.analysis.command import FILE, examine, examine_network
-from cenet.analysis.diagnosis import Diagnosis
-from cenet.analysis.subjects import find_examinee
+from cenet.analysis.diagnosis import FILE, Diagnosis
+from cenet.diagnosing.command import diagnose_loaded, diagnose_named
+from cenet.diagnosing.network import find_network
 from cenet.report import write_page
 from cenet.train import RECIPES
 from cenet.train.logbook import METRICS, read_metrics
@@ -58,7 +62,7 @@ Runs = dict[str, list[Finished]]  # by row of the comparison, one per seed
 
 
 def run_demo(out: Path, epochs: int = RECIPE.epochs, seeds: int = 3) -> Runs:
-    """Train both networks once per seed, examine them, print a table and write a page.
+    """Train both networks once per seed, diagnose them, print a table and write a page.
 
     Args:
         out: folder of the runs and of the page; finished runs in it are not trained again.
@@ -130,7 +134,7 @@ def _train(jobs: Sequence[Job], epochs: int) -> None:
         ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool,
         Progress(*columns, console=Console(stderr=True)) as progress,
     ):
-        futures: list[Future[None]] = [pool.submit(_train_and_examine, job) for job in jobs]
+        futures: list[Future[None]] = [pool.submit(_train_and_diagnose, job) for job in jobs]
         tasks = [progress.add_task(job.options.out.name, total=epochs) for job in jobs]
         while not all(future.done() for future in futures):
             time.sleep(0.2)
@@ -145,14 +149,14 @@ def _epochs_done(job: Job) -> int:
     return len(read_metrics(path)) if path.is_file() else 0
 
 
-def _train_and_examine(job: Job) -> None:
+def _train_and_diagnose(job: Job) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         train(job)
-        examine(str(job.options.out), None, job.options.out, device="cpu")
+        diagnose_named(str(job.options.out), None, job.options.out, device="cpu")
         if job.recipe.block == "plain":
-            examinee = find_examinee(str(job.options.out))
-            rescale_(examinee.network, FACTOR)
-            examine_network(examinee, None, _rescaled_folder(job), device="cpu")
+            loaded = find_network(str(job.options.out))
+            rescale_(loaded.network, FACTOR)
+            diagnose_loaded(loaded, None, _rescaled_folder(job), device="cpu")
 
 
 @torch.no_grad()

@@ -3,33 +3,40 @@
 import platform
 import subprocess
 import sys
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import cenet
+from cenet.version import VERSION
 
 
 def environment(device: torch.device, world: int) -> dict[str, Any]:
     """Versions and hardware."""
-    import timm
-    import torchvision
-
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return {
-        "cenet": cenet.__version__,
+        "cenet": VERSION,
         "commit": _commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "torchvision": torchvision.__version__,
-        "timm": timm.__version__,
+        "torchvision": _version("torchvision"),
+        "timm": _version("timm"),
         "device": f"{device.type} {name}",
         "processes": world,
         "threads": torch.get_num_threads(),
         "host": platform.node(),
         "command": sys.argv,
     }
+
+
+def _version(package: str) -> str | None:
+    """The version of a package of an extra, if it is installed."""
+    if find_spec(package) is None:
+        return None
+    version: str = import_module(package).__version__
+    return version
 
 
 def _commit() -> str | None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cenet.checkpoints import load_state_, read_state
+from cenet.extras import require
 from cenet.folding import fold_ce
 from cenet.nn import NormCE2d, ce_layers
 from cenet.nn.norms import is_batch_norm
@@ -41,6 +42,7 @@ def load_network(name: str, checkpoint: Path) -> Any:
     Raises:
         ValueError: nothing can be read there, or it is of another network.
     """
+    require("models")
     import timm
 
     if checkpoint.is_dir():
@@ -76,6 +78,7 @@ def _load_folder(name: str, folder: Path) -> Any:
 
 def export_onnx(model: nn.Module, path: str | Path, example: Tensor) -> None:
     """Write an ONNX file of the network, folded if its norms are batch norms; batch free."""
+    require("export")
     torch.onnx.export(
         _deployed(model),
         (_two(example),),
@@ -102,6 +105,7 @@ def export_safetensors(model: nn.Module, path: str | Path) -> None:
     Raises:
         ValueError: timm could not build this network again.
     """
+    require("models")
     import timm
     from timm.models import save_for_hf
 

@@ -76,7 +76,8 @@ class FoldedCE2d(nn.Module):
             mean = x.mean((2, 3), dtype=dtype)
             spread = torch.linalg.vector_norm(x - mean[:, :, None, None], dim=(2, 3))
             moments = F.Moments(mean, spread.square() / pixels, None, pixels)
-            gain = self.ir.gain(moments, mean.new_ones(x.shape[1]), None)
+            one = mean.new_ones(x.shape[1])
+            gain = self.ir.gain(moments, one, self.ir.inv_std(one, None))
             d = self.gain_weight * gain + self.gain_offset
             c = c + d * self.shift
         return finish(F.mix(x, matrix, d, c), act, residual)

@@ -110,6 +110,50 @@ def fold_ce(model: nn.Module, example_input: Tensor | None = None) -> nn.Module:
     return folded
 
 
+@torch.no_grad()
+def fold_conv_norm_ce(conv: nn.Conv2d, norm_ce: NormCE2d) -> tuple[nn.Conv2d, nn.Module]:
+    """Fold one convolution and the `NormCE2d` behind it, for networks that `fold_ce` cannot take.
+
+    Nothing but `norm_ce` may read the output of `conv`, which cannot be seen from these two.
+
+    Args:
+        conv: the convolution. It is not changed.
+        norm_ce: a batch norm and CE, in evaluation mode. It is not changed.
+
+    Returns:
+        A convolution, and the module to call behind it: with x, or like `norm_ce` with a residual
+        and an activation.
+
+    Raises:
+        TypeError: they are other modules.
+        ValueError: they do not fit together, or cannot be folded; the message says why.
+
+    >>> from cenet import ChannelEquilibrium2d
+    >>> conv = nn.Conv2d(3, 16, 3)
+    >>> layer = NormCE2d(nn.BatchNorm2d(16), ChannelEquilibrium2d(16), nn.ReLU()).eval()
+    >>> folded, rest = fold_conv_norm_ce(conv, layer)
+    >>> x = torch.randn(2, 3, 8, 8)
+    >>> torch.allclose(rest(folded(x)), layer(conv(x)), atol=1e-5)
+    True
+    """
+    if not isinstance(conv, nn.Conv2d):
+        raise TypeError(f"conv is a {type(conv).__name__}; pass the Conv2d before the norm")
+    if not isinstance(norm_ce, NormCE2d):
+        raise TypeError(f"norm_ce is a {type(norm_ce).__name__}; build it as NormCE2d(norm, ce)")
+    if any(module.training for module in norm_ce.modules()):
+        raise ValueError("norm_ce must be in evaluation mode; call norm_ce.eval() first")
+    if conv.out_channels != norm_ce.ce.num_features:
+        raise ValueError(
+            f"conv has {conv.out_channels} output channels, but norm_ce has "
+            f"{norm_ce.ce.num_features}; they must be equal"
+        )
+    reason = _why_not_norm(norm_ce) or _why_not_conv(conv)
+    if reason is not None:
+        raise ValueError(f"cannot fold norm_ce: {reason}")
+    folded = deepcopy(conv).eval()
+    return folded, _fold_norm_ce(folded, deepcopy(norm_ce))
+
+
 def _verify(model: nn.Module, folded: nn.Module, example_input: Tensor | None) -> None:
     """Compare the outputs once: a network may use its tensors in ways that autograd does not see.
 
@@ -176,14 +220,9 @@ def _convolution_before(
     flow: Dataflow, calls: dict[nn.Module, list[Call]], module: nn.Module
 ) -> nn.Conv2d | str:
     """The convolution whose only reader is `module`, or the reason why there is none."""
-    norm = module.norm if isinstance(module, NormCE2d) else module
-    if isinstance(module, NormCE2d) and not (
-        is_batch_norm(norm) and not uses_batch_statistics(norm)
-    ):
-        return f"its norm is {type(norm).__name__}; CE is folded behind batch norms"
-    parts = (module, norm, *([module.ce] if isinstance(module, NormCE2d) else []))
-    if any(is_hooked(part) for part in parts):
-        return "somebody hooked it, and the hook would be lost"
+    reason = _why_not_norm(module)
+    if reason is not None:
+        return reason
     if len(calls.get(module, [])) != 1:
         return f"it runs {len(calls.get(module, []))} times in a forward pass, not once"
     source = flow.sole_source(calls[module][0])
@@ -195,16 +234,37 @@ def _convolution_before(
     conv = source.module
     if not isinstance(conv, nn.Conv2d):
         return f"its input comes from {type(conv).__name__}, not from a convolution"
+    reason = _why_not_conv(conv)
+    if reason is not None:
+        return reason
+    if len(calls[conv]) != 1:
+        return f"its convolution runs {len(calls[conv])} times in a forward pass: it is shared"
+    return conv
+
+
+def _why_not_norm(module: nn.Module) -> str | None:
+    """Why a norm, or the norm of a `NormCE2d`, cannot go into a convolution; None if it can."""
+    norm = module.norm if isinstance(module, NormCE2d) else module
+    if isinstance(module, NormCE2d) and not (
+        is_batch_norm(norm) and not uses_batch_statistics(norm)
+    ):
+        return f"its norm is {type(norm).__name__}; CE is folded behind batch norms"
+    parts = (module, norm, *([module.ce] if isinstance(module, NormCE2d) else []))
+    if any(is_hooked(part) for part in parts):
+        return "it has hooks, which would be lost"
+    return None
+
+
+def _why_not_conv(conv: nn.Conv2d) -> str | None:
+    """Why a convolution cannot take up a norm; None if it can."""
     if type(conv) is not nn.Conv2d and type(conv).__name__ != "Conv2dSame":
         return (
             f"{type(conv).__name__} may not use its weight as it is, only Conv2d is known to; "
             "remove a parametrization first"
         )
     if is_hooked(conv):
-        return "its convolution is hooked, and the hook would see other values"
-    if len(calls[conv]) != 1:
-        return f"its convolution runs {len(calls[conv])} times in a forward pass: it is shared"
-    return conv
+        return "its convolution has hooks, which would see other values"
+    return None
 
 
 def _conv_weights(conv: nn.Conv2d) -> ConvWeights:

@@ -1,27 +1,28 @@
-"""Measurements of what channels do: numbers, not pictures."""
+"""Measurements of what the channels of a network do."""
 
 from cenet.analysis.ablation import channel_importance, cumulative_ablation
-from cenet.analysis.attribution import gradcam
 from cenet.analysis.channels import (
     bias_statistics,
     channel_correlation,
     channel_magnitude,
     contribution,
     correlation_matrix,
+    decorrelation_spectrum,
     duplicates,
     equivalent_gamma,
     first_layers_ratio,
     gini,
     group_correlation,
     inhibited_ratio,
+    mixing_ratio,
     participation_ratio,
     relative_activity,
     saturated,
     weight_statistics,
 )
+from cenet.analysis.diagnose import diagnose
 from cenet.analysis.diagnosis import Diagnosis
-from cenet.analysis.equilibrium import decorrelation_spectrum, mixing_ratio
-from cenet.analysis.examination import diagnose
+from cenet.analysis.gradcam import gradcam
 from cenet.analysis.monitor import Monitor
 from cenet.analysis.recorder import Recorder
 

@@ -1,25 +1,32 @@
-"""How much a network relies on its channels: accuracy and loss while channels are set to zero."""
+"""How much a network relies on its channels: accuracy and loss while channels are set to zero.
 
+This takes many passes over the same images, so a diagnosis runs it on a `Sample` of them.
+"""
+
+import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from typing_extensions import override
 
-from cenet.analysis.watching import ActivationWatch, Site
+from cenet.analysis.activations import ActivationObserver, Site
 
 RATIOS = tuple(tenth / 10 for tenth in range(10))
 REPEATS = 5
+BATCH = 64  # least number of images in a batch of a sample
+PIXELS = 2**18  # small images are batched up to this number of pixels
 
 Batches = Sequence[tuple[Tensor, Tensor]]
 Report = Callable[[int, int], None]  # steps done, of all
 
 
 class Outcome(NamedTuple):
-    """What a network made of each image, (N,)."""
+    """Results of a network by image, (N,)."""
 
-    right: Tensor  # whether the best class was the label; 1 or 0
+    right: Tensor  # 1 if the predicted class is the label, else 0
     loss: Tensor  # cross-entropy
     log_probabilities: Tensor  # of every class, (N, classes)
 
@@ -38,7 +45,7 @@ class ChannelImportance(NamedTuple):
     error: Tensor
 
 
-class Ablation(ActivationWatch):
+class Ablation(ActivationObserver):
     """Runs a classifier with some channels set to zero after their activation."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -47,8 +54,9 @@ class Ablation(ActivationWatch):
         self.off: Mapping[str, Tensor] = {}
         self.channels: dict[str, int] = {}
 
+    @override
     def after(self, site: Site, y: Tensor) -> None:
-        """See `ActivationWatch`."""
+        """Set the channels of this layer to zero that are off."""
         self.channels[site.name] = site.channels
         if site.name in self.off:
             y.movedim(site.dim, 0)[self.off[site.name].to(y.device)] = 0
@@ -72,6 +80,41 @@ class Ablation(ActivationWatch):
             known = ", ".join(self.channels)
             raise ValueError(f"layer {layer!r} was not seen; the network has {known}")
         return self.channels[layer]
+
+
+class Sample:
+    """A uniform random sample of the labelled images that are added, the same in every run."""
+
+    def __init__(self, size: int) -> None:
+        """Start empty; hold at most `size` images."""
+        self.size = size
+        self._seen = 0
+        self._random = random.Random(0)
+        self._kept: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, images: Tensor, labels: Tensor) -> None:
+        """Offer a batch."""
+        for image, label in zip(images, labels, strict=True):
+            self._seen += 1
+            if len(self._kept) < self.size:
+                self._kept.append((image.clone(), label))
+                continue
+            place = self._random.randrange(self._seen)
+            if place < self.size:
+                self._kept[place] = (image.clone(), label)
+
+    def batches(self) -> list[tuple[Tensor, Tensor]]:
+        """The sample, in batches of images of one size."""
+        by_size: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
+        for image, label in self._kept:
+            by_size.setdefault(image.shape, []).append((image, label))
+        found = []
+        for kept in by_size.values():
+            count = max(BATCH, PIXELS // kept[0][0][0].numel())
+            for start in range(0, len(kept), count):
+                images, labels = zip(*kept[start : start + count], strict=True)
+                found.append((torch.stack(images), torch.stack(labels)))
+        return found
 
 
 def mean_and_error(values: Tensor) -> Mean:

@@ -1,27 +1,40 @@
-"""What a diagnosis says, as plain records: the content of diagnosis.json."""
+"""`Diagnosis` and its parts: the content of diagnosis.json, written down once.
+
+Each part checks in `__post_init__` that its fields fit together, so a `Diagnosis` is consistent
+wherever it comes from. `Diagnosis.read` is the only reader of the file.
+"""
 
 import json
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cenet.analysis.channels import WIDEST
-from cenet.analysis.records import from_json, to_json
+from cenet.analysis.json_dataclass import from_json, to_json
 
+FILE = "diagnosis.json"
 FORMAT = "cenet.diagnosis"
 VERSION = 3
+READABLE = (2, VERSION)
+AGAIN = "write it again with `cenet diagnose`"
+# fields of a layer that list channels by their numbers
+COUNTED = (
+    "dormant", "dormant_strict", "rare", "saturated", "duplicates", "prunable", "inhibited",
+)  # fmt: skip
+PNG = "data:image/png;base64,"
 
 
 @dataclass(frozen=True)
-class Subject:
-    """The network that was examined."""
+class Model:
+    """The network that was measured."""
 
     name: str
     checkpoint: str | None
     parameters: int
-    untrained: bool  # its weights are those it was made with
+    untrained: bool  # its weights are the initial ones
 
 
 @dataclass(frozen=True)
@@ -34,7 +47,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Images:
-    """What the network was shown."""
+    """The images that the network was run on."""
 
     folder: str | None
     images: int
@@ -88,7 +101,7 @@ class Layer:
     the two `inhibited` change, and nothing else.
 
     Attributes:
-        norm: before the activation.
+        norm: name of the norm before the activation.
         mean_abs: mean absolute value over images and pixels, by channel.
         activity: mean_abs divided by its mean over the layer, by channel.
         dormant: channels with an activity of at most 0.1.
@@ -149,6 +162,19 @@ class Layer:
     mix: float | None = field(metadata={"key": "lambda"})
     spectrum: Spectrum | None
 
+    def __post_init__(self) -> None:
+        """Check that lists by channel have one value per channel, and maps are rectangles."""
+        for name in ("mean_abs", "activity", "firing", "contribution"):
+            values = getattr(self, name)
+            if values is not None and len(values) != self.channels:
+                raise ValueError(f"{self.channels} channels, but {len(values)} values of {name}")
+        for name in COUNTED:
+            if any(not 0 <= channel < self.channels for channel in getattr(self, name)):
+                raise ValueError(f"{name} names a channel that is not one of the {self.channels}")
+        for name in ("magnitude", "magnitude_before"):
+            if len({len(row) for row in getattr(self, name) or ()}) > 1:
+                raise ValueError(f"{name} has rows of different lengths")
+
     @property
     def participation_share(self) -> float | None:
         """The participation ratio divided by the channels among which it was measured."""
@@ -175,6 +201,12 @@ class Matrix:
     channels: tuple[int, ...]
     values: tuple[tuple[float | None, ...], ...]
 
+    def __post_init__(self) -> None:
+        """Check that there is a row and a column for each channel."""
+        size = len(self.channels)
+        if [len(row) for row in self.values] != [size] * size:
+            raise ValueError(f"values must be {size} × {size}, as there are {size} channels")
+
 
 @dataclass(frozen=True)
 class AblationCurve:
@@ -187,6 +219,13 @@ class AblationCurve:
     least_important_first: tuple[float, ...]  # by ratio
     seed: int
 
+    def __post_init__(self) -> None:
+        """Check that both orders have a value for each ratio."""
+        for name in ("top1", "least_important_first"):
+            _expect_as_many(self.ratios, getattr(self, name), "ratios", name)
+        if not all(self.top1):
+            raise ValueError("top1 has a ratio without a value")
+
 
 @dataclass(frozen=True)
 class Importance:
@@ -198,10 +237,15 @@ class Importance:
     standard_error: tuple[float | None, ...]  # of that mean; None for a single image
     gini: float  # how unequal the channels are
 
+    def __post_init__(self) -> None:
+        """Check that each channel has a standard error."""
+        _expect_as_many(self.divergence, self.standard_error, "values of divergence",
+                        "standard_error")  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Removal:
-    """What all prunable channels are worth together: accuracy and loss without them."""
+    """Accuracy and loss without all prunable channels at once."""
 
     channels: int
     images: int
@@ -215,7 +259,7 @@ class Removal:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the measurements say, and what to do next.
+    """The conclusion from the measurements, and what to do next.
 
     Attributes:
         kind: "untrained", "at chance", "more images", "prune", "try CE" or "nothing to do".
@@ -244,12 +288,18 @@ class Cam:
     # evidence from 0 to 1, averaged over 7×7 fields of the image; None in files of version 2
     evidence: tuple[tuple[float, ...], ...] | None
 
+    def __post_init__(self) -> None:
+        """Check that the pictures are PNG files in text: a page loads them as they are."""
+        for name in ("image", "overlay"):
+            if not re.fullmatch(f"{PNG}[A-Za-z0-9+/]+=*", getattr(self, name)):
+                raise ValueError(f"{name} must be {PNG}…, got {getattr(self, name)[:40]!r}")
+
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What the channels of a network do, and what to make of it."""
+    """Measurements of the channels of a network, and the verdict on them."""
 
-    model: Subject
+    model: Model
     environment: dict[str, Any]
     data: Images
     accuracy: Accuracy | None
@@ -277,15 +327,19 @@ class Diagnosis:
 
     @classmethod
     def from_dict(cls, values: Any) -> "Diagnosis":
-        """Undo `as_dict`; ValueError if it is something else, or of version 1.
+        """Undo `as_dict`.
 
-        Files of version 2 are read, too: what they lack is None, and their Grad-CAMs explain the
-        predicted class.
+        Version 2 is read as well: what it lacks is None, and its Grad-CAMs explain the predicted
+        class.
+
+        Raises:
+            ValueError: the content is something else, damaged, or of another version.
         """
-        if not isinstance(values, dict) or values.get("format") != FORMAT:
-            raise ValueError(f"this is not a diagnosis: it has no format {FORMAT!r}")
+        found = values.get("format") if isinstance(values, dict) else None
+        if found != FORMAT:
+            raise ValueError(f"this is not a diagnosis: its format is {found!r}, not {FORMAT!r}")
         version = values.get("version")
-        if version not in (2, VERSION):
+        if version not in READABLE:
             raise ValueError(f"this diagnosis is of version {version!r}, not {VERSION}")
         content = {key: item for key, item in values.items() if key not in ("format", "version")}
         return from_json(cls, _since_version_2(content) if version == 2 else content)
@@ -299,15 +353,17 @@ class Diagnosis:
 
     @classmethod
     def read(cls, path: Path) -> "Diagnosis":
-        """Undo `write`; ValueError if the file is damaged or something else."""
+        """Undo `write`; ValueError that names the file if it is damaged or something else."""
         try:
-            values = json.loads(path.read_text())
+            return cls.from_dict(json.loads(path.read_text()))
+        # bytes that are not text, text that is not JSON, lists nested without end, other content
         except (OSError, ValueError, RecursionError) as error:
-            raise ValueError(f"{path} cannot be read: {error}") from error
-        try:
-            return cls.from_dict(values)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+            raise ValueError(f"{path} cannot be read: {error}; {AGAIN}") from error
+
+
+def _expect_as_many(one: Sequence[Any], other: Sequence[Any], first: str, second: str) -> None:
+    if len(one) != len(other):
+        raise ValueError(f"{len(one)} {first}, but {len(other)} of {second}")
 
 
 def _since_version_2(content: dict[str, Any]) -> dict[str, Any]:
@@ -315,7 +371,7 @@ def _since_version_2(content: dict[str, Any]) -> dict[str, Any]:
 
     def each(name: str, added: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
         items = content.get(name)
-        if not isinstance(items, list):  # damaged, as reading it will say
+        if not isinstance(items, list):  # damaged; `from_json` says so
             return items
         return [{**item, **added(item)} if isinstance(item, dict) else item for item in items]
 

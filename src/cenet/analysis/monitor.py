@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from cenet.analysis.activations import ActivationObserver, Site, unwrapped
 from cenet.analysis.channels import (
     DORMANT,
     channel_correlation,
     inhibited_ratio,
+    mixing_ratio,
     participation_ratio,
     relative_activity,
 )
-from cenet.analysis.equilibrium import mixing_ratio
-from cenet.analysis.watching import ActivationWatch, Site, unwrapped
 from cenet.nn import ce_layers
 
 EVERY = 100
@@ -33,7 +33,7 @@ FIELDS = ("step", "layer", *MEASURES)
 
 
 class Monitor:
-    """Looks at every `every`-th forward pass of a network in training mode, and tells `to`.
+    """Measures every `every`-th forward pass of a network in training mode, and reports to `to`.
 
     Training goes on as without it, to the last bit: the pass itself is watched, nothing runs twice.
     A network compiled by torch.compile cannot be watched inside; its original runs once more on the
@@ -129,7 +129,7 @@ def _ignore(*_: Any) -> None:
     """What is left of a monitor."""
 
 
-class _Look(ActivationWatch):
+class _Look(ActivationObserver):
     """One forward pass, of each layer at most POSITIONS pixels."""
 
     def __init__(self, model: nn.Module) -> None:

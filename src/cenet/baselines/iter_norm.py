@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from cenet import functional as F
 from cenet.baselines.base import BaselineNorm2d, running_value
@@ -58,8 +59,8 @@ class IterNorm2d(BaselineNorm2d):
         eye = torch.eye(self.group_size, device=device, dtype=dtype)
         self.register_buffer("running_inv_sqrt", eye.repeat(groups, 1, 1))
 
+    @override
     def normalize(self, x: Tensor, *, batch: bool) -> Tensor:
-        """See `BaselineNorm2d.normalize`."""
         if batch:
             moments = F.moments(x, self.group_size)
             assert moments.cov is not None

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from cenet import functional as F
 from cenet.baselines.base import BaselineNorm2d, running_value, unbiased
@@ -59,8 +60,8 @@ class SwitchableNorm2d(BaselineNorm2d):
         self.var_logits = nn.Parameter(torch.zeros(3, device=device, dtype=dtype))
         self.register_buffer("running_var", torch.ones(num_features, device=device, dtype=dtype))
 
+    @override
     def normalize(self, x: Tensor, *, batch: bool) -> Tensor:
-        """See `BaselineNorm2d.normalize`."""
         mean, var, *_ = F.moments(x, group_size=None)
         layer_mean, layer_var = merged(mean, var, 1)
         if batch:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from cenet.baselines.base import BaselineNorm2d, running_value, unbiased
 from cenet.baselines.switchable_norm import merged
@@ -81,8 +82,8 @@ class SwitchableWhitening2d(BaselineNorm2d):
         eye = identity(num_features, self.group_size, self.running_mean)
         self.register_buffer("running_cov", eye)
 
+    @override
     def normalize(self, x: Tensor, *, batch: bool) -> Tensor:
-        """See `BaselineNorm2d.normalize`."""
         instance = instance_moments(x, self.group_size)
         if batch:
             mean, cov = self._of_batch(instance)

@@ -1,5 +1,9 @@
 """Object detection and instance segmentation: torchvision's R-CNNs on ResNets with CE."""
 
+from cenet.extras import require
+
+require("detection")
+
 from cenet.detection.deploy import export_backbone, fold_detector
 from cenet.detection.networks import (
     ce_fpn_backbone,

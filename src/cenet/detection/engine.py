@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 import cenet.train.snapshot as snapshot
 from cenet.detection.data import SceneSplit
@@ -94,15 +95,15 @@ class DetectionTrainer(Loop):
         )  # fmt: skip
         snapshot.seed_everything(seed_of("chance", recipe.seed, processes.rank))
 
+    @override
     def batches(self, epoch: int, step: int) -> Iterator[Batch]:
-        """See `Loop`."""
         return training_batches(
             self.data.train, self.recipe, self.shard, epoch=epoch, start=step,
             device=self.processes.device, workers=self.options.workers,
         )  # fmt: skip
 
+    @override
     def add_gradients(self, batch: Batch) -> None:
-        """See `Loop`."""
         images, targets = batch
         if self.recipe.accumulate == 1:
             self.optimizer.zero_grad()
@@ -118,15 +119,15 @@ class DetectionTrainer(Loop):
             self.position.sums[:-1] += values * len(images)
             self.position.sums[-1] += len(images)
 
+    @override
     def summary(self, sums: list[float]) -> dict[str, float]:
-        """See `Loop`."""
         return {
             name.replace("loss", "train", 1): value / sums[-1]
             for name, value in zip(self.parts, sums[1:-1], strict=True)
         }
 
+    @override
     def test(self) -> dict[str, Any]:
-        """See `Loop`."""
         epoch = self.position.epoch + 1
         if epoch % self.options.evaluate_every and epoch < self.recipe.epochs:
             kinds = list(KINDS)[: 2 if MASK_LOSS in self.parts else 1]
@@ -134,8 +135,8 @@ class DetectionTrainer(Loop):
         workers = self.options.workers
         return dict(evaluate(self.network, self.data.test, self.processes, workers=workers).numbers)
 
+    @override
     def line(self, row: dict[str, Any]) -> str:
-        """See `Loop`."""
         found = [
             f"{kind} AP {row[f'{kind}_ap']:.3f} (AP50 {row[f'{kind}_ap50']:.3f})"
             for kind in KINDS

@@ -3,7 +3,6 @@
 import io
 from contextlib import redirect_stdout
 from functools import partial
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy
@@ -121,11 +120,3 @@ def _evaluator() -> tuple[Any, Any]:
     from pycocotools.cocoeval import COCOeval
 
     return COCO, COCOeval
-
-
-def require_evaluation() -> None:
-    """Raise ValueError where pycocotools, which draws masks and measures, is not installed."""
-    if find_spec("pycocotools") is None:
-        raise ValueError(
-            'detection needs pycocotools; install it with pip install "cenet[detection]"'
-        )

@@ -6,12 +6,11 @@ from typing import Any
 
 from cenet.detection.evaluation import KINDS, MEASURES
 from cenet.detection.recipes import DetectionRecipe
-from cenet.report.charts import Series, line_chart
-from cenet.report.parts import Cell, Column, Figure, Page, Panel, Section, Table
-from cenet.report.scales import Axis, around, by_epoch
+from cenet.report.charts import Axis, Series, around, by_epoch, line_chart
+from cenet.report.elements import Cell, Column, Figure, Page, Panel, Section, Table
+from cenet.report.formatting import count, show
 from cenet.report.sources import Source, read_training
 from cenet.report.tables import differing
-from cenet.report.words import count, show
 from cenet.train.weights import WEIGHTS
 
 Row = dict[str, Any]
@@ -27,10 +26,7 @@ PARTS = {
 }
 PLURALS = {"box": "boxes", "mask": "masks"}
 NAMES = dict(zip(MEASURES, ("AP", "AP50", "AP75"), strict=True))
-ROW = {"epoch": int, "updates": int} | {
-    f"{name}?": float
-    for name in ("train_loss", *PARTS, *(f"{kind}_{m}" for kind in KINDS for m in MEASURES))
-}
+COLUMNS = ("train_loss", *PARTS, *(f"{kind}_{m}" for kind in KINDS for m in MEASURES))
 MEANING = (
     "AP is the mean over overlaps from 0.50 to 0.95 and over classes, as COCO defines it; AP50 and "
     "AP75 ask for an overlap of 0.50 and of 0.75."
@@ -39,7 +35,10 @@ MEANING = (
 
 def read_source(run: Path) -> Source:
     """What a run of `cenet detect train` has written; ValueError if it has no epoch yet."""
-    source = read_training(run, run.resolve().name, ROW, f"`{DetectionRecipe.command}`")
+    source = read_training(
+        run, run.resolve().name, COLUMNS, counts=("epoch", "updates"),
+        author=f"`{DetectionRecipe.command}`",
+    )  # fmt: skip
     if not source.metrics:
         raise ValueError(f"{run} has no epoch yet that a page could show")
     return source

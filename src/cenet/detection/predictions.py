@@ -13,11 +13,11 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2.functional import resize
 
 from cenet.detection.annotations import Record
+from cenet.detection.boxes_svg import Box, colour, draw_boxes
 from cenet.detection.data import Scenes, outline_mask
-from cenet.report.parts import Cell, Column, Figure, Panel, Section, Table
-from cenet.report.scenes import Box, colour, scene
+from cenet.report.elements import Cell, Column, Figure, Panel, Section, Table
+from cenet.report.formatting import count
 from cenet.report.sources import printable
-from cenet.report.words import count
 
 SIDE = 640  # pixels of the longer side of what is drawn
 CERTAIN = 0.5  # predictions with less are not drawn
@@ -149,7 +149,7 @@ def _figure(scenes: Scenes, index: int, pairs: list[Pair], number: int, *, masks
             for (place, record), text in zip(objects, names, strict=True)
         ]
         size = (picture.shape[2], picture.shape[1])
-        svg = scene(label, _uri(picture), size, boxes, "" if boxes else words)
+        svg = draw_boxes(label, _uri(picture), size, boxes, "" if boxes else words)
         panels.append(Panel(title, svg))
     return Figure(
         f"image-{number}", name, _summary(pairs), tuple(panels), _table(scenes, pairs), columns=2

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
+from typing_extensions import override
+
 from cenet.detection.networks import Detector
 from cenet.detection.settings import Setting
 from cenet.train.course import INFINITY, RANGES, Course, Precision, Ranges, Schedule, nearest
@@ -52,8 +54,8 @@ class DetectionRecipe(Course):
     warmup_epochs: float = 0.07  # 500 updates on COCO
     precision: Precision = "float32"
 
+    @override
     def ranges(self) -> Ranges:
-        """See `Course`."""
         return (*RANGES, ("trainable_layers", 0, 5), ("max_size", 32, INFINITY))
 
     def __post_init__(self) -> None:

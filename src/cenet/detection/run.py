@@ -13,12 +13,12 @@ import cenet.train.saving as saving
 from cenet.checkpoints import load_state_
 from cenet.detection.data import SHOWN, Scenes, SceneSplit, load
 from cenet.detection.engine import DetectionOptions, DetectionTrainer, build_detector
-from cenet.detection.evaluation import Scores, evaluate, predict, require_evaluation
+from cenet.detection.evaluation import Scores, evaluate, predict
 from cenet.detection.page import build_page, read_source
 from cenet.detection.predictions import choose, predictions_section
 from cenet.detection.recipes import DetectionRecipe
 from cenet.detection.settings import STAGES
-from cenet.report.shell import save_page
+from cenet.report.render import save_page
 from cenet.train.logbook import read_run
 from cenet.train.loop import Loop
 from cenet.train.run import Device, carry_out
@@ -62,7 +62,6 @@ def train(job: DetectionJob, clock: Clock | None = None) -> dict[str, Any]:
         ValueError: the data, the checkpoint or the device are not what the job needs.
         Interrupted, NonFiniteLoss: see `Loop.run`.
     """
-    require_evaluation()
     clock = clock or Clock(LIBRARIES)
     untrained = job.checkpoint is None and not saving.checkpoints(job.options.out)
     setting, layers = job.recipe.setting, job.recipe.trainable_layers
@@ -116,7 +115,6 @@ def _load(run: Path) -> tuple[nn.Module, str]:
 
 def evaluate_run(run: Path, data: Path | None = None, device: Device = "auto") -> Scores:
     """Average precision of a run: of its final weights, or of its newest checkpoint."""
-    require_evaluation()
     own = processes.start(device)
     try:
         network = load_detector(run).to(own.device)
@@ -145,7 +143,6 @@ def show_run(
     source = read_source(run)
     predictions, weights = None, ""
     if images:
-        require_evaluation()
         own = processes.start(device)
         try:
             scenes = _data_of(run, data).test

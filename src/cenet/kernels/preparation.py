@@ -7,6 +7,7 @@ of its time, so up to ten of them really run at the same time.
 
 import os
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -15,7 +16,6 @@ from copy import deepcopy
 from threading import Lock
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 from triton import knobs
@@ -64,13 +64,16 @@ def rehearse(network: nn.Module, *steps: Step) -> dict[Key, Wanted]:
 @contextmanager
 def _same_chance(device: torch.device) -> Iterator[None]:
     """Random number generators go on afterwards as if nothing had been drawn."""
-    python, legacy = random.getstate(), numpy.random.get_state()  # noqa: NPY002, timm uses it
+    numpy: Any = sys.modules.get("numpy")  # torch imports it where it is installed
+    python = random.getstate()
+    legacy = None if numpy is None else numpy.random.get_state()  # timm draws from this one
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:
             yield
         finally:
             random.setstate(python)
-            numpy.random.set_state(legacy)  # noqa: NPY002
+            if numpy is not None:
+                numpy.random.set_state(legacy)
 
 
 def _compile(wanted: dict[Key, Wanted], shown: bool) -> None:

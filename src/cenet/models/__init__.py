@@ -1,5 +1,9 @@
 """The networks of the paper. Importing this registers those with CE with timm."""
 
+from cenet.extras import require
+
+require("models")
+
 from cenet.models.entrypoints import (
     cemobilenetv2_100,
     ceresnet18,

@@ -74,6 +74,9 @@ class EquilibriumLayer(nn.Module):
         blend: learned α of an identity start (`NormCE2d(..., start="identity")`), or None.
     """
 
+    # of the layout of state dicts
+    _version = 2
+
     blend: nn.Parameter | None
 
     def __init__(self, num_features: int) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from cenet import functional as F
 from cenet.nn.base import (
@@ -50,8 +51,8 @@ class BatchDecorrelation2d(EquilibriumLayer):
     def __init__(
         self,
         num_features: int,
-        momentum: float | None = 0.1,
         *,
+        momentum: float | None = 0.1,
         group_size: int = 16,
         newton_steps: int = 3,
         pool: int = 1,
@@ -82,16 +83,20 @@ class BatchDecorrelation2d(EquilibriumLayer):
         return F.moments(x, self.group_size, self.pool, sign) if batch else None
 
     def inv_sqrt(self, scale: Tensor, statistics: Statistics | None) -> Tensor:
-        """W of this batch, which enters the running average, or the running average."""
+        """W of the batch with these statistics, or without, its running average."""
         if statistics is None:
             # a copy: autograd may keep it, and a later training step changes the buffer in place
             return self.running_inv_sqrt.to(scale.dtype, copy=True)
         assert statistics.cov is not None
-        inv_sqrt = F.decorrelation(statistics.cov, scale, self.newton_steps)
-        averages = [(self.running_inv_sqrt, statistics.counted(inv_sqrt))]
-        average_(averages, self.num_batches_tracked, self.momentum, debias=True)
-        return inv_sqrt
+        return F.decorrelation(statistics.cov, scale, self.newton_steps)
 
+    def track(self, inv_sqrt: Tensor, statistics: Statistics | None) -> None:
+        """Move the running average towards the W of a batch, in place; without, leave it."""
+        if statistics is not None:
+            averages = [(self.running_inv_sqrt, statistics.counted(inv_sqrt))]
+            average_(averages, self.num_batches_tracked, self.momentum, debias=True)
+
+    @override
     def coefficients(
         self,
         moments: F.Moments | None,
@@ -99,12 +104,12 @@ class BatchDecorrelation2d(EquilibriumLayer):
         shift: Tensor,
         statistics: Statistics | None,
     ) -> F.Coefficients:
-        """See `EquilibriumLayer.coefficients`."""
         inv_sqrt = self.inv_sqrt(scale, statistics)
+        self.track(inv_sqrt, statistics)
         return F.coefficients(scale, shift, inv_sqrt=inv_sqrt, blend=self.blend)
 
+    @override
     def branches(self) -> Branches:
-        """See `EquilibriumLayer.branches`."""
         return Branches(self, None, None, None, self.blend)
 
     def check_size(self, x: Tensor, *, alone: bool) -> None:
@@ -161,9 +166,9 @@ class InstanceReweighting2d(EquilibriumLayer):
     def __init__(
         self,
         num_features: int,
+        *,
         eps: float = 1e-5,
         momentum: float | None = 0.1,
-        *,
         rd_ratio: float = 0.25,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -179,7 +184,7 @@ class InstanceReweighting2d(EquilibriumLayer):
         self.eps = eps
         self.momentum = momentum
         # set by the loader of released checkpoints: that code divides by L − 1 and shows the gate
-        # σ̃², not σ̃²/s. Saved with the state, as the key `released`
+        # σ̃², not σ̃²/s. Saved with the state
         self.released = False
         hidden = max(8, int(rd_ratio * num_features))
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -200,31 +205,36 @@ class InstanceReweighting2d(EquilibriumLayer):
         """Take the instance variances."""
         return F.moments(x, group_size=None)
 
+    @override
     def instance_var(self, moments: F.Moments | None) -> Tensor:
-        """See `EquilibriumLayer.instance_var`."""
         assert moments is not None
         if self.released:
             return moments.var * (moments.pixels / max(moments.pixels - 1, 1))
         return moments.var
 
-    def gain(
-        self, moments: F.Moments | None, scale: Tensor, statistics: Statistics | None
-    ) -> Tensor:
-        """a_n, with s^{-1/2} of this batch, which enters the running average, or with that."""
-        var = self.instance_var(moments)
+    def inv_std(self, scale: Tensor, statistics: Statistics | None) -> Tensor:
+        """s^{-1/2} of the batch with these statistics, or without, its running average."""
         if statistics is None:
-            inv_std = self.running_inv_std.to(scale.dtype, copy=True)
-        else:
-            assert statistics.instance_var is not None
-            inv_std = F.inverse_std(statistics.instance_var, scale, self.eps)
+            return self.running_inv_std.to(scale.dtype, copy=True)
+        assert statistics.instance_var is not None
+        return F.inverse_std(statistics.instance_var, scale, self.eps)
+
+    def track(self, inv_std: Tensor, statistics: Statistics | None) -> None:
+        """Move the running average towards s^{-1/2} of a batch, in place; without, leave it."""
+        if statistics is not None:
             # an overflowing s has the finite inverse root 0, which must not pass for a statistic
             finite = inv_std.where(inv_std > 0, torch.nan)
             averages = [(self.running_inv_std, statistics.counted(finite))]
             average_(averages, self.num_batches_tracked, self.momentum, debias=True)
+
+    def gain(self, moments: F.Moments | None, scale: Tensor, inv_std: Tensor) -> Tensor:
+        """a_n, (N, C): the gate of each image times s^{-1/2}."""
+        var = self.instance_var(moments)
         if self.released:
             return F.instance_gate(var * scale.square(), self.gate) * inv_std
         return F.instance_gain(var, scale, inv_std, self.gate)
 
+    @override
     def coefficients(
         self,
         moments: F.Moments | None,
@@ -232,27 +242,46 @@ class InstanceReweighting2d(EquilibriumLayer):
         shift: Tensor,
         statistics: Statistics | None,
     ) -> F.Coefficients:
-        """See `EquilibriumLayer.coefficients`."""
-        gain = self.gain(moments, scale, statistics)
+        inv_std = self.inv_std(scale, statistics)
+        self.track(inv_std, statistics)
+        gain = self.gain(moments, scale, inv_std)
         return F.coefficients(scale, shift, gain=gain, blend=self.blend)
 
+    @override
     def branches(self) -> Branches:
-        """See `EquilibriumLayer.branches`."""
         return Branches(None, self, self.gate, None, self.blend)
 
-    def _save_to_state_dict(
-        self, destination: dict[str, Any], prefix: str, keep_vars: bool
-    ) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.released:
-            destination[f"{prefix}released"] = torch.tensor(True)
+    def get_extra_state(self) -> Tensor:
+        """The variant of the gate, as a tensor, because files of weights hold nothing else."""
+        # not on the default device, which may be meta and hold no values
+        return torch.tensor(self.released, device="cpu")
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Take over the variant of the gate."""
+        self.released = bool(state)
+
+    @staticmethod
+    def upgrade_state_(state: dict[str, Any], prefix: str) -> None:
+        """Bring the entries of a layer into the layout of version 2, in place.
+
+        Version 1 had the key `released`, and only in layers of the released variant. Entries of
+        version 2 stay as they are.
+        """
+        released = state.pop(f"{prefix}released", torch.tensor(False, device="cpu"))
+        if f"{prefix}fc1.weight" in state:
+            state.setdefault(f"{prefix}_extra_state", released)
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        *args: Any,
     ) -> None:
-        if f"{prefix}fc1.weight" in state_dict:
-            self.released = bool(state_dict.pop(f"{prefix}released", False))
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        # files of tensors have no version
+        if local_metadata.get("version", 1) < 2:
+            self.upgrade_state_(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def check_size(self, x: Tensor, *, alone: bool) -> None:
         """Raise ValueError unless every instance has at least two values per channel."""

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from cenet import functional as F
 from cenet.nn.base import EquilibriumLayer
@@ -44,9 +45,9 @@ class ChannelEquilibrium2d(EquilibriumLayer):
     def __init__(
         self,
         num_features: int,
+        *,
         eps: float = 1e-5,
         momentum: float | None = 0.1,
-        *,
         group_size: int = 16,
         newton_steps: int = 3,
         rd_ratio: float = 0.25,
@@ -58,7 +59,7 @@ class ChannelEquilibrium2d(EquilibriumLayer):
         super().__init__(num_features)
         self.bd = BatchDecorrelation2d(
             num_features,
-            momentum,
+            momentum=momentum,
             group_size=group_size,
             newton_steps=newton_steps,
             pool=pool,
@@ -66,7 +67,12 @@ class ChannelEquilibrium2d(EquilibriumLayer):
             dtype=dtype,
         )
         self.ir = InstanceReweighting2d(
-            num_features, eps, momentum, rd_ratio=rd_ratio, device=device, dtype=dtype
+            num_features,
+            eps=eps,
+            momentum=momentum,
+            rd_ratio=rd_ratio,
+            device=device,
+            dtype=dtype,
         )
         # one value, but not a scalar: FSDP cannot shard those
         self.mix_logit = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
@@ -81,6 +87,7 @@ class ChannelEquilibrium2d(EquilibriumLayer):
         branch = self.bd if batch else self.ir
         return branch.measure(x, batch=batch, sign=sign)
 
+    @override
     def coefficients(
         self,
         moments: F.Moments | None,
@@ -88,22 +95,25 @@ class ChannelEquilibrium2d(EquilibriumLayer):
         shift: Tensor,
         statistics: Statistics | None,
     ) -> F.Coefficients:
-        """See `EquilibriumLayer.coefficients`."""
+        inv_sqrt = self.bd.inv_sqrt(scale, statistics)
+        self.bd.track(inv_sqrt, statistics)
+        inv_std = self.ir.inv_std(scale, statistics)
+        self.ir.track(inv_std, statistics)
         return F.coefficients(
             scale,
             shift,
-            inv_sqrt=self.bd.inv_sqrt(scale, statistics),
-            gain=self.ir.gain(moments, scale, statistics),
+            inv_sqrt=inv_sqrt,
+            gain=self.ir.gain(moments, scale, inv_std),
             lam=self.mix_logit.to(scale.dtype).sigmoid().squeeze(0),
             blend=self.blend,
         )
 
+    @override
     def instance_var(self, moments: F.Moments | None) -> Tensor:
-        """See `EquilibriumLayer.instance_var`."""
         return self.ir.instance_var(moments)
 
+    @override
     def branches(self) -> Branches:
-        """See `EquilibriumLayer.branches`."""
         return Branches(self.bd, self.ir, self.ir.gate, self.mix_logit, self.blend)
 
     def check_size(self, x: Tensor, *, alone: bool) -> None:

@@ -1,6 +1,6 @@
 """From a layer's modules to the one operator of `ops` that runs norm, CE and activation."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -10,11 +10,32 @@ from cenet.nn.norms import is_hooked, uses_batch_statistics
 from cenet.nn.running import is_recomputation
 
 
+class Decorrelation(Protocol):
+    """What the kernels ask of a `BatchDecorrelation2d`."""
+
+    group_size: int
+    newton_steps: int
+    pool: int
+    momentum: float | None
+    running_inv_sqrt: Tensor
+    num_batches_tracked: Tensor
+
+
+class Reweighting(Protocol):
+    """What the kernels ask of an `InstanceReweighting2d`."""
+
+    eps: float
+    momentum: float | None
+    released: bool
+    running_inv_std: Tensor
+    num_batches_tracked: Tensor
+
+
 class Branches(NamedTuple):
     """What a CE layer is made of."""
 
-    bd: Any  # BatchDecorrelation2d, or None
-    ir: Any  # InstanceReweighting2d, or None
+    bd: Decorrelation | None
+    ir: Reweighting | None
     gate: tuple[Tensor, ...] | None  # of ir
     mix_logit: Tensor | None
     blend: Tensor | None
@@ -39,7 +60,7 @@ def inside_and_after(act: nn.Module | None) -> tuple[str, float, nn.Module | Non
     return ("none", 0.0, act) if inside is None else (*inside, None)
 
 
-def no_kernel_for(ir: Any) -> str | None:
+def no_kernel_for(ir: Reweighting) -> str | None:
     """Why the kernels cannot run this gate, if they cannot."""
     return "they do not have the released code's variant of the gate" if ir.released else None
 
@@ -123,7 +144,7 @@ def _tracks(norm: Any) -> bool:
 _NO_AVERAGES = (*(None,) * 7, [0.0, 0.0, 0.0])
 
 
-def _averages(norm: Any, bd: Any, ir: Any) -> tuple[Any, ...]:
+def _averages(norm: Any, bd: Decorrelation | None, ir: Reweighting | None) -> tuple[Any, ...]:
     """Values of norm, BD and IR that move with this batch, and their momenta."""
     return (
         *((None,) * 3 if norm is None else _of_norm(norm)),

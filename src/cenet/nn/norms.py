@@ -78,7 +78,7 @@ def ranks_of(norm: Any) -> Ranks | None:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether somebody waits for `module` to be called."""
+    """Whether `module` has hooks, which only fire if it is called as a module."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks

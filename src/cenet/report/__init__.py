@@ -1,5 +1,9 @@
 """The report: one page of HTML from runs of `cenet train` and measurements of `cenet diagnose`."""
 
-from cenet.report.writing import write_diagnosis_page, write_page
+from cenet.extras import require
+
+require("report")
+
+from cenet.report.pages import write_diagnosis_page, write_page
 
 __all__ = ["write_diagnosis_page", "write_page"]

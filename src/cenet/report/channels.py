@@ -1,4 +1,4 @@
-"""Figures of single channels: how active they are, how they go together, what they are worth."""
+"""Figures of single channels: activity, contribution, correlation, maps, ablation, importance."""
 
 import math
 from bisect import bisect_right
@@ -7,11 +7,10 @@ from statistics import fmean, median
 
 from cenet.analysis.channels import DORMANT, DORMANT_STRICT
 from cenet.analysis.diagnosis import AblationCurve, Importance, Layer, Matrix, Removal
-from cenet.report.charts import Rule, Series, colour_bar, heat_map, line_chart
-from cenet.report.parts import Cell, Column, Figure, Panel, Table
-from cenet.report.scales import Axis, around
+from cenet.report.charts import Axis, Rule, Series, around, colour_bar, heat_map, line_chart
+from cenet.report.elements import Cell, Column, Figure, Panel, Table
+from cenet.report.formatting import brief, compare, count, show
 from cenet.report.sources import Source
-from cenet.report.words import brief, compare, count, show
 
 LEAST = 1e-3  # where the axes of relative values begin
 PER_DECADE = 20
@@ -27,7 +26,7 @@ ByChannel = Callable[[Layer], Sequence[float] | None]
 
 
 def activity_figure(sources: Sequence[Source]) -> Figure | None:
-    """How many channels are less active than a share of the mean of their layer."""
+    """Cumulative distribution of the activity of channels relative to their layer."""
     caption = (
         "Share of all channels whose activity is at most a value. Activity is the mean absolute "
         "activation divided by its mean over the layer. Where a curve crosses the dashed lines, "
@@ -41,7 +40,7 @@ def activity_figure(sources: Sequence[Source]) -> Figure | None:
 
 
 def contribution_figure(sources: Sequence[Source]) -> Figure | None:
-    """How many channels contribute less than a share of the mean of their layer."""
+    """Cumulative distribution of the contribution of channels relative to their layer."""
     layers = [layer for source in sources for layer in source.layers]
     unknown = sum(layer.contribution is None for layer in layers)
     caption = (
@@ -49,7 +48,7 @@ def contribution_figure(sources: Sequence[Source]) -> Figure | None:
         "times the norm of the weights that read the channel, divided by its mean over the layer."
     )
     if unknown:
-        caption += f" Weights that read the channels are not known of {count(unknown, 'layer')}."
+        caption += f" For {count(unknown, 'layer')} the weights that read the channels are unknown."
     return _cumulative(
         sources, "contribution", "Contribution of channels", caption,
         "contribution relative to the layer", lambda layer: layer.contribution,
@@ -65,7 +64,7 @@ def _cumulative(
     measure: ByChannel,
     rules: Sequence[Rule] = (),
 ) -> Figure | None:
-    """Share of the channels of all layers up to a value, on a logarithmic axis."""
+    """Cumulative distribution over the channels of all layers, on a logarithmic axis."""
     known = {
         run: sorted(value for layer in source.layers for value in measure(layer) or ())
         for run, source in enumerate(sources)
@@ -99,7 +98,7 @@ def _cumulative(
     ]
     return Figure(
         key, title, f"{caption} Median channel: {compare(medians)}.", (Panel("", drawing),),
-        Table(tuple(columns), shares), _table(everything, LAYER, ("channel", key)),
+        Table(tuple(columns), shares), _as_table(everything, LAYER, ("channel", key)),
     )  # fmt: skip
 
 
@@ -141,8 +140,8 @@ def matrix_figure(sources: Sequence[Source]) -> Figure | None:
         caption += f" Mean beside the diagonal over these layers: {compare(average)}."
     return Figure(
         "matrices", "Correlation matrices", caption, tuple(panels),
-        _table(rows, LAYER, ("channels", "mean |correlation|", "largest"), ("pairs above 0.5",)),
-        _table(everything, LAYER, ("channel", "other channel", "correlation")),
+        _as_table(rows, LAYER, ("channels", "mean |correlation|", "largest"), ("pairs above 0.5",)),
+        _as_table(everything, LAYER, ("channel", "other channel", "correlation")),
         columns=max(len(s.diagnosis.matrices) for s in sources if s.diagnosis), maps=True,
         scale=colour_bar("0", "1"),
     )  # fmt: skip
@@ -191,15 +190,15 @@ def map_figure(sources: Sequence[Source]) -> Figure | None:
     )
     return Figure(
         "maps", "Magnitude maps", caption, tuple(panels),
-        _table(rows, LAYER, ("smallest", "mean", "largest")),
-        _table(everything, LAYER, ("row", "column", "magnitude")),
+        _as_table(rows, LAYER, ("smallest", "mean", "largest")),
+        _as_table(everything, LAYER, ("row", "column", "magnitude")),
         columns=max(len(_spread_out(source)) for source in sources), maps=True,
         scale=colour_bar("0", "largest of each map"),
     )  # fmt: skip
 
 
 def ablation_figure(sources: Sequence[Source]) -> Figure | None:
-    """Accuracy when more and more channels are set to zero, in two orders; a panel per run."""
+    """Accuracy over the share of channels set to zero, in two orders; one panel per run."""
     found = [
         (run, source.name, source.diagnosis.ablation)
         for run, source in enumerate(sources)
@@ -225,7 +224,7 @@ def ablation_figure(sources: Sequence[Source]) -> Figure | None:
     return Figure(
         "ablation", "Cumulative ablation", _ablation_words([c for _, _, c in found]),
         tuple(panels) if len(sources) > 1 else (Panel("", panels[0].svg),),
-        _table(rows, ("run",), ("draws",), heads), columns=2 if len(panels) > 1 else 1,
+        _as_table(rows, ("run",), ("draws",), heads), columns=2 if len(panels) > 1 else 1,
     )  # fmt: skip
 
 
@@ -242,7 +241,7 @@ def _orders(run: int, curve: AblationCurve, means: Sequence[float]) -> list[Seri
 
 
 def _ablation_words(curves: Sequence[AblationCurve]) -> str:
-    """What is drawn, how sure it is, and its meaning."""
+    """The caption: what is drawn, its standard error, and how to read it."""
     layers = _listed(curve.layer for curve in curves)
     draws = max(len(one) for curve in curves for one in curve.top1)
     images = min(curve.images for curve in curves)
@@ -259,7 +258,7 @@ def _ablation_words(curves: Sequence[AblationCurve]) -> str:
 
 
 def importance_figure(sources: Sequence[Source]) -> Figure | None:
-    """How far the predictions move without each channel, from most to least."""
+    """Divergence of the predictions without each channel, in descending order."""
     found = [
         (run, source.name, source.diagnosis.importance)
         for run, source in enumerate(sources)
@@ -294,8 +293,8 @@ def importance_figure(sources: Sequence[Source]) -> Figure | None:
     return Figure(
         "importance", "Importance of single channels", caption,
         (Panel("", line_chart(label, series, runs, x, y)),),
-        _table(rows, LAYER, heads),
-        _table(everything, LAYER, ("channel", "divergence", "standard_error")),
+        _as_table(rows, LAYER, heads),
+        _as_table(everything, LAYER, ("channel", "divergence", "standard_error")),
     )  # fmt: skip
 
 
@@ -309,7 +308,7 @@ def _importances(run: int, found: Importance) -> Series:
 
 
 def removal_words(sources: Sequence[Source]) -> str:
-    """What all prunable channels are worth together, a line per run."""
+    """Accuracy without all prunable channels, one sentence per run."""
     found = {s.name: s.diagnosis.removal for s in sources if s.diagnosis and s.diagnosis.removal}
     said = {name: _removal(one) for name, one in found.items() if one.channels}
     return "\n".join(f"{name}: {one}" if len(sources) > 1 else one for name, one in said.items())
@@ -325,13 +324,13 @@ def _removal(found: Removal) -> str:
     )
 
 
-def _table(
+def _as_table(
     rows: Iterable[tuple[Cell, ...]],
     text: Sequence[str],
     number: Sequence[str] = (),
     percent: Sequence[str] = (),
 ) -> Table:
-    """A table whose columns come in this order."""
+    """A table with these columns, in the order text, number, percent."""
     columns = [Column(name) for name in text]
     columns += [Column(name, "number") for name in number]
     columns += [Column(name, "percent") for name in percent]
@@ -347,7 +346,7 @@ def _known(layer: Layer) -> list[float]:
 
 
 def _spread_out(source: Source) -> list[Layer]:
-    """A few layers from the first to the last of those with a map that shows something."""
+    """Evenly spaced layers among those whose map is large enough to draw."""
     layers = [
         layer
         for layer in source.layers

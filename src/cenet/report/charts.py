@@ -1,15 +1,44 @@
-"""Drawings in SVG: lines, ranges and maps. Colours come from the style of the page."""
+"""Charts in SVG: colours and axes, curves, ranges and maps.
 
+Colours come from the style of the page. Text reaches a drawing only through ElementTree, which
+escapes it.
+"""
+
+import base64
+import math
 import re
+import struct
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from xml.etree import ElementTree as Tree
 
-from cenet.report.colours import LIGHT, picture
-from cenet.report.scales import Axis
-from cenet.report.svg import as_text, drawing, put_picture, put_text
-from cenet.report.words import abbreviate, short
+from cenet.report.elements import Kind
+from cenet.report.formatting import abbreviate, short, show
 
+# of the runs: distinct without red or green vision; dashes and marks differ as well
+LIGHT = {
+    "paper": "#fdfdfc", "card": "#ffffff", "ink": "#1d232b", "soft": "#5a6472",
+    "line": "#dfe3e8", "wash": "#f3f5f7", "focus": "#0b57d0",
+    "run0": "#0067a8", "run1": "#b84a00", "run2": "#007a5a", "run3": "#a3478a",
+    "run4": "#6b5300", "run5": "#3d62c6", "run6": "#b0223a", "run7": "#57606c",
+}  # fmt: skip
+DARK = {
+    "paper": "#12161b", "card": "#191e25", "ink": "#e8ebef", "soft": "#a3adba",
+    "line": "#323a45", "wash": "#20262e", "focus": "#9cc2ff",
+    "run0": "#5cb8f2", "run1": "#ff9f5c", "run2": "#3fcf9f", "run3": "#e796cf",
+    "run4": "#d9bd55", "run5": "#9db4ff", "run6": "#ff8b97", "run7": "#bcc5cf",
+}  # fmt: skip
+# from low to high, each lighter than the one before
+RAMP = (
+    (13, 27, 62),
+    (22, 73, 116),
+    (38, 122, 142),
+    (88, 171, 143),
+    (178, 212, 140),
+    (250, 240, 190),
+)
+UNKNOWN = (128, 128, 128)
 WIDTH, PLOT = 440, 190  # units; about pixels
 LEFT, RIGHT, BOTTOM = 56, 24, 52
 LINE = 18  # height of a line of text
@@ -43,21 +72,107 @@ STYLE = (
 """
     + "".join(f".drawing .run{i}{{color:var(--run{i})}}\n" for i in range(8))
 )  # fmt: skip
+STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis with its range and the format of its numbers.
+
+    Attributes:
+        title: name of the quantity.
+        low: first value.
+        high: last value.
+        kind: number or percent.
+        log: logarithmic; low and high must be above 0.
+        whole: label whole numbers only.
+        names: labels of the positions 1, 2, … in place of numbers.
+    """
+
+    title: str
+    low: float
+    high: float
+    kind: Kind = "number"
+    log: bool = False
+    whole: bool = False
+    names: tuple[str, ...] = ()
+
+    def place(self, value: float) -> float:
+        """Position of a value from 0 (low end) to 1 (high end); values outside are clamped."""
+        low, high = self.low, self.high
+        if self.log:
+            low, high = math.log10(low), math.log10(high)
+            value = math.log10(value) if value > 0 else low
+        share = (value - low) / (high - low)
+        return min(max(share, 0.0), 1.0)
+
+    def ticks(self, most: int = 6) -> list[float]:
+        """At most `most` round numbers."""
+        if self.log:
+            first, last = math.ceil(math.log10(self.low)), math.floor(math.log10(self.high))
+            step = max(1, math.ceil((last - first + 1) / most))
+            return [10.0**power for power in range(first, last + 1, step)]
+        apart = nice_step((self.high - self.low) / (most - 1))
+        if self.whole:
+            apart = max(1.0, float(math.ceil(apart)))
+        low = math.ceil(self.low / apart - 1e-9)
+        high = math.floor(self.high / apart + 1e-9)
+        found = [index * apart for index in range(low, high + 1)]
+        if self.whole and self.low <= 1 < found[0]:
+            found.insert(0, 1.0)
+        return found
+
+    def text(self, value: float) -> str:
+        """The label of a number."""
+        if self.kind == "percent":
+            return f"{100 * value:g} %" if abs(value) >= 1e-9 else "0 %"
+        if self.log:
+            return f"{value:g}" if 1e-3 <= value <= 1e3 else f"{value:.0e}".replace("e-0", "e-")
+        return show(int(value)) if self.whole else f"{value:.6g}"
+
+
+def by_epoch(epochs: list[int]) -> Axis:
+    """The axis of epochs, from the first to the last; a single one lies in the middle."""
+    low, high = min(epochs), max(epochs)
+    margin = 0.0 if high > low else 0.5
+    return Axis("epoch", low - margin, high + margin, whole=True)
+
+
+def nice_step(least: float) -> float:
+    """The smallest of 1, 2, 2.5, 5 times a power of ten that is no smaller than `least`."""
+    if least <= 0:
+        return 1.0
+    power: float = 10.0 ** math.floor(math.log10(least))
+    return next(power * step for step in STEPS if power * step >= least * (1 - 1e-9))
+
+
+def around(title: str, values: list[float], kind: Kind = "number", *, zero: bool = False) -> Axis:
+    """An axis with room for all values, between round numbers; from 0 if asked for."""
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    if zero:
+        low, high = min(low, 0.0), max(high, 0.0)
+    largest = max(abs(low), abs(high))
+    if high - low < max(1e-4 * largest, 1e-12):  # numbers at the axis would read the same
+        high += largest if largest > 1e-6 else 1.0
+    step = nice_step((high - low) / 5)
+    return Axis(
+        title, math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step, kind
+    )
 
 
 @dataclass(frozen=True)
 class Series:
-    """What one run adds to a drawing.
+    """One curve of a run.
 
     Attributes:
-        run: its number, which decides colour, dashes and marks.
-        x: places on the axis.
+        run: number of the run; sets colour, dashes and marks.
+        x: positions on the axis.
         y: values; None leaves a gap.
         low: lower edge of the spread.
-        high: upper edge.
-        notes: what to say at each point.
-        name: in the legend, if it is not that of the run.
-        look: decides dashes and marks, where a run has several series; the colour stays.
+        high: upper edge of the spread.
+        notes: tooltip of each point.
+        name: in the legend; by default that of the run.
+        look: number that sets dashes and marks instead, if a run has several curves.
     """
 
     run: int
@@ -71,12 +186,12 @@ class Series:
 
     @property
     def dashes(self) -> str:
-        """Of its curve."""
+        """Dash pattern of the curve."""
         return DASHES[self.run if self.look is None else self.look]
 
     @property
     def shape(self) -> str:
-        """Of its marks."""
+        """SVG path of the marks."""
         return MARKS[self.run if self.look is None else self.look]
 
 
@@ -85,9 +200,9 @@ class Rule:
     """A dashed line across a drawing at a value of x or y.
 
     Attributes:
-        x: where it crosses the axis of x.
-        y: or that of y.
-        text: stands above the plot.
+        x: value of x, for a vertical line.
+        y: value of y, for a horizontal line.
+        text: above the plot.
         anchor: "end" puts the text to the left of a line at x, "start" to its right.
     """
 
@@ -110,13 +225,13 @@ def line_chart(
     """Curves, with their spread where there is one.
 
     Args:
-        label: what a reader who does not see it hears.
+        label: text for screen readers.
         series: one per run that has the numbers.
         runs: names of all runs.
         x: axis.
         y: axis.
-        marks: draw every point.
-        rules: lines to compare with.
+        marks: mark every point.
+        rules: reference lines.
     """
     root, frame = _frame(label, series, runs, x, y, rules)
     for item in series:
@@ -154,7 +269,7 @@ def range_chart(label: str, series: Sequence[Series], runs: Sequence[str], x: Ax
 
 
 def heat_map(label: str, values: Sequence[Sequence[float | None]], low: float, high: float) -> str:
-    """A map of colours; `colour_bar` draws its scale."""
+    """A matrix as colours; `colour_bar` draws the scale."""
     height = MAP * len(values) / len(values[0])
     root = drawing(label, MAP, height)
     put_picture(root, picture(values, low, high), (0, 0, MAP, height), PIXELS)
@@ -162,7 +277,7 @@ def heat_map(label: str, values: Sequence[Sequence[float | None]], low: float, h
 
 
 def colour_bar(low: str, high: str) -> str:
-    """The scale of maps, with words or numbers at its ends."""
+    """The colour scale of maps, with a text at each end."""
     root = drawing(f"Colours from {low} to {high}", BAR, 28)
     put_picture(root, picture([[step / 99 for step in range(100)]], 0.0, 1.0), (0, 0, BAR, 8))
     for x, anchor, text in ((0, "start", low), (BAR, "end", high)):
@@ -191,7 +306,7 @@ class _Frame:
         return round(across, 1), round(self.top + (1 - self.y.place(y)) * PLOT, 1)
 
     def unit(self) -> float:
-        """How far apart two whole numbers are on x."""
+        """Distance of two neighbouring whole numbers on x."""
         return (WIDTH - LEFT - RIGHT) / (self.x.high - self.x.low)
 
     def path(self, points: Sequence[tuple[float, float | None]]) -> str:
@@ -264,7 +379,7 @@ def _frame(
     y: Axis,
     rules: Sequence[Rule] = (),
 ) -> tuple[Tree.Element, _Frame]:
-    """The drawing so far: legend (if there are several curves), axes, their numbers and rules."""
+    """A drawing with legend (if there are several curves), axes, labels and rules."""
     named = len(runs) > 1 or any(item.name for item in series)
     rows = _legend_rows([(item, item.name or runs[item.run]) for item in series] if named else [])
     above = LINE if any(rule.text for rule in rules) else 0  # texts of rules, below the title
@@ -293,7 +408,7 @@ def _frame(
 
 
 def _abbreviated(names: Sequence[str]) -> list[str]:
-    """Names that fit; an ending that all share, such as `.relu`, is left out."""
+    """Abbreviated names, without an ending that all share, such as `.relu`."""
     heads, _, ends = zip(*(name.rpartition(".") for name in names), strict=True)
     kept = heads if all(heads) and len(set(ends)) == 1 else names
     return [abbreviate(name, NAME) for name in kept]
@@ -327,3 +442,81 @@ def _legend(root: Tree.Element, left: float, middle: float, item: Series, name: 
     place = f"translate({left + 12:g} {middle:g}) scale(3.2)"
     Tree.SubElement(group, "path", {"class": "mark", "d": item.shape, "transform": place})
     put_text(root, left + 29, middle + 4, name, of="name")
+
+
+def ramp(share: float) -> tuple[int, int, int]:
+    """The colour of a value between 0 and 1."""
+    place = min(max(share, 0.0), 1.0) * (len(RAMP) - 1)
+    index = min(int(place), len(RAMP) - 2)
+    part = place - index
+    pairs = zip(RAMP[index], RAMP[index + 1], strict=True)
+    red, green, blue = (round(low + part * (high - low)) for low, high in pairs)
+    return red, green, blue
+
+
+def picture(values: Sequence[Sequence[float | None]], low: float, high: float) -> str:
+    """A PNG with one pixel per value, as a data URI; unknown values are grey."""
+    span = (high - low) or 1.0
+    lines = b"".join(
+        b"\0"  # no filter
+        + bytes(
+            part
+            for value in row
+            for part in (UNKNOWN if value is None else ramp((value - low) / span))
+        )
+        for row in values
+    )
+    header = struct.pack(">IIBBBBB", len(values[0]), len(values), 8, 2, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(lines, 9)), (b"IEND", b""))
+    content = b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks
+    )
+    return "data:image/png;base64," + base64.b64encode(content).decode()
+
+
+def drawing(label: str, width: float, height: float) -> Tree.Element:
+    """An empty drawing; `label` is its text for screen readers."""
+    return Tree.Element(
+        "svg",
+        {
+            "xmlns": "http://www.w3.org/2000/svg",
+            "viewBox": f"0 0 {width:g} {height:g}",
+            "class": "drawing",
+            "role": "img",
+            "aria-label": label,
+        },
+    )
+
+
+def put_picture(
+    root: Tree.Element, uri: str, box: tuple[float, float, float, float], style: str = ""
+) -> None:
+    """A picture that fills a box: left, top, width, height."""
+    place = dict(zip(("x", "y", "width", "height"), (f"{value:g}" for value in box), strict=True))
+    look = {"preserveAspectRatio": "none"} | ({"style": style} if style else {})
+    Tree.SubElement(root, "image", {"href": uri, **place, **look})
+
+
+def put_text(
+    root: Tree.Element,
+    x: float,
+    y: float,
+    text: str,
+    anchor: str = "start",
+    of: str = "",
+    *,
+    turn: str = "",
+) -> Tree.Element:
+    """Text on a line; `of` is its class, `turn` how it is moved and rotated."""
+    place = {"x": f"{x:g}", "y": f"{y:g}", "text-anchor": anchor}
+    place |= {"class": of} if of else {}
+    place |= {"transform": turn} if turn else {}
+    element = Tree.SubElement(root, "text", place)
+    element.text = text
+    return element
+
+
+def as_text(root: Tree.Element) -> str:
+    """The drawing as SVG."""
+    return Tree.tostring(root, encoding="unicode")

@@ -1,19 +1,18 @@
-"""How training went: loss and accuracy by epoch, and what channels did meanwhile by update."""
+"""Figures of training: loss and accuracy by epoch, measures of channels by update."""
 
 from collections.abc import Sequence
 from statistics import fmean
 
-from cenet.report.charts import Series, line_chart
-from cenet.report.parts import Cell, Column, Figure, Kind, Panel, Table
-from cenet.report.scales import Axis, around, by_epoch
+from cenet.report.charts import Axis, Series, around, by_epoch, line_chart
+from cenet.report.elements import Cell, Column, Figure, Kind, Panel, Table
+from cenet.report.formatting import compare
 from cenet.report.sources import Source
-from cenet.report.words import compare
 
 PANELS = (("training", "train"), ("test", "test"))
 
 
 def training_figures(sources: Sequence[Source]) -> list[Figure]:
-    """Loss and top-1 accuracy of training and test, as far as they were written down."""
+    """Loss and top-1 accuracy of training and test, where metrics have them."""
     found = [
         _figure(sources, "loss", "Loss", "loss", "number"),
         _figure(sources, "accuracy", "Accuracy", "top1", "percent"),
@@ -46,12 +45,12 @@ def _figure(
             panels.append(Panel(panel, line_chart(label, series, runs, x, y)))
     return Figure(
         key, title, _caption(sources, key, names[1], kind), tuple(panels),
-        _table(sources, names, kind), columns=2,
+        _epoch_table(sources, names, kind), columns=2,
     )  # fmt: skip
 
 
 def _caption(sources: Sequence[Source], key: str, name: str, kind: Kind) -> str:
-    """The last and the best value of the test."""
+    """The caption: last and best test value of each run."""
     known = {
         source.name: [row[name] for row in source.metrics if row.get(name) is not None]
         for source in sources
@@ -67,7 +66,7 @@ def _caption(sources: Sequence[Source], key: str, name: str, kind: Kind) -> str:
     return f"Test {key} after the last epoch: {last}; {word} of all epochs: {best}. {both}"
 
 
-def _table(sources: Sequence[Source], names: Sequence[str], kind: Kind) -> Table:
+def _epoch_table(sources: Sequence[Source], names: Sequence[str], kind: Kind) -> Table:
     shown = [(run, source) for run, source in enumerate(sources) if source.metrics]
     columns = [Column("epoch", "number")]
     for run, source in shown:
@@ -82,7 +81,7 @@ def _table(sources: Sequence[Source], names: Sequence[str], kind: Kind) -> Table
 
 
 def watched_figures(sources: Sequence[Source]) -> list[Figure]:
-    """What the channels did by update, of the runs that were watched."""
+    """Measures of the channels by update, of runs with `--monitor-every`."""
     found = [
         _watched(
             sources, "watched-dormant", "Dormant channels by update", "dormant_ratio",

@@ -1,4 +1,4 @@
-"""Figures that go through the layers of a network in the order of execution."""
+"""Figures with one value per layer, in the order of execution."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
@@ -6,11 +6,10 @@ from statistics import fmean
 
 from cenet.analysis.channels import DORMANT, DORMANT_STRICT
 from cenet.analysis.diagnosis import Layer
-from cenet.report.charts import Rule, Series, line_chart, range_chart
-from cenet.report.parts import Cell, Column, Figure, Kind, Panel, Table
-from cenet.report.scales import Axis, around
+from cenet.report.charts import Axis, Rule, Series, around, line_chart, range_chart
+from cenet.report.elements import Cell, Column, Figure, Kind, Panel, Table
+from cenet.report.formatting import compare, count, show
 from cenet.report.sources import Source
-from cenet.report.words import compare, count, show
 
 Measure = Callable[[Layer], float | None]
 Measured = tuple[str, Kind, Measure]
@@ -172,12 +171,12 @@ def mean_participation(source: Source) -> float | None:
 
 
 def mean_correlation(source: Source) -> float | None:
-    """Mean over the layers that have one."""
+    """Mean correlation over the layers that have one."""
     return _mean(layer.correlation for layer in source.layers)
 
 
 def mean_lambda(source: Source) -> float | None:
-    """Mean over the layers with CE."""
+    """Mean λ over the layers with CE."""
     return _mean(layer.mix for layer in source.layers)
 
 
@@ -187,7 +186,7 @@ def layer_table(
     *,
     keep: Callable[[Layer], bool] = lambda layer: True,
 ) -> Table:
-    """A row per place in the network, with the names of the layers once where all runs agree."""
+    """One row per layer; its name is in one column if all runs have the same layers."""
     shown = [
         (run, source.name, [(i, layer) for i, layer in enumerate(source.layers, 1) if keep(layer)])
         for run, source in enumerate(sources)
@@ -215,7 +214,7 @@ def layer_table(
 
 
 def layer_axis(sources: Sequence[Source]) -> Axis:
-    """Names of the layers; a number where the runs have different layers at one place."""
+    """An axis of layer names; a number where the runs have different layers at one position."""
     places = zip_longest(*([layer.name for layer in source.layers] for source in sources))
     found = [{name for name in place if name is not None} for place in places]
     names = tuple(
@@ -234,7 +233,7 @@ def _by_layer(
     limits: tuple[float, float] | None = None,
     rules: Sequence[Rule] = (),
 ) -> Figure | None:
-    """One measure drawn, with others beside it in the table; no drawing if it is 0 throughout."""
+    """Draw one measure; others are in the table only. No drawing if all values are 0."""
     what, kind, measure = drawn
     series, values = [], []
     for run, source in enumerate(sources):
@@ -258,7 +257,7 @@ def _by_layer(
 
 
 def _most(sources: Sequence[Source], measure: Measure) -> str:
-    """The layer of each run where a share is largest."""
+    """Text that names the layer of each run where a share is largest."""
     said = {}
     for source in sources:
         shares = [(measure(layer) or 0.0, layer.name) for layer in source.layers]

@@ -1,4 +1,4 @@
-"""Reading the folders of `cenet train` and the files of `cenet diagnose`."""
+"""Read the runs of a page: folders of `cenet train`, and diagnoses."""
 
 import csv
 import json
@@ -8,31 +8,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cenet.analysis.diagnosis import FORMAT, Diagnosis, Layer
-from cenet.report.shape import first_large, first_mismatch, first_problem
-from cenet.train.logbook import CHANNELS, METRICS, read_metrics
+from cenet.analysis.diagnosis import FILE, Diagnosis, Layer
+from cenet.analysis.json_dataclass import LARGEST
+from cenet.train.logbook import ABOUT, CHANNELS, METRICS, read_metrics
 
-RUN = "run.json"
-DIAGNOSIS = "diagnosis.json"
-AGAIN = "write it again with `cenet diagnose`"
 WATCHED = ("dormant_ratio", "participation_share", "correlation")
-MOST = 8  # colours that can be told apart
-ROW = {"epoch": int} | {
-    f"{part}_{name}?": float for part in ("train", "test") for name in ("loss", "top1")
-}
+MOST = 8  # runs on a page, as many as there are colours
+# columns of metrics that may be missing
+COLUMNS = tuple(f"{part}_{name}" for part in ("train", "test") for name in ("loss", "top1"))
 
 
 @dataclass(frozen=True)
 class Source:
-    """A run, as far as it is known.
+    """One run of the page; whatever its folder does not hold is None or empty.
 
     Attributes:
-        name: of its folder.
-        recipe: of run.json.
-        environment: of run.json, or of the diagnosis.
-        metrics: a row per epoch.
-        diagnosis: what `cenet diagnose` has measured.
-        watched: a row per update and layer, of `cenet train --monitor-every`.
+        name: on the page; that of its folder.
+        recipe: from run.json.
+        environment: from run.json, or from the diagnosis.
+        metrics: one row per epoch.
+        diagnosis: from `cenet diagnose`.
+        watched: one row per update and layer, from `cenet train --monitor-every`.
     """
 
     name: str
@@ -49,7 +45,7 @@ class Source:
 
 
 def read_sources(given: Sequence[Path | Diagnosis]) -> list[Source]:
-    """Read every path, and name each after its folder; a diagnosis is called like its model.
+    """Read every source. A path is named after its folder, a diagnosis after its model.
 
     Raises:
         ValueError: a path is missing, is no run, is damaged, or comes twice.
@@ -69,80 +65,103 @@ def read_sources(given: Sequence[Path | Diagnosis]) -> list[Source]:
     return [_read(one, name) for one, name in zip(given, names, strict=True)]
 
 
-def from_diagnosis(diagnosis: Diagnosis) -> Source:
-    """A source that is a diagnosis alone, named after its model; ValueError if it is damaged."""
-    found = _checked(_plain(diagnosis.as_dict()), "the diagnosis")
-    return _alone(found, found.model.name)
+def from_diagnosis(diagnosis: Diagnosis, name: str | None = None) -> Source:
+    """A source that is a diagnosis alone, named after its model.
+
+    Raises:
+        ValueError: it holds a number that cannot be drawn.
+    """
+    found = _drawable(diagnosis)
+    return Source(name or found.model.name, environment=found.environment, diagnosis=found)
 
 
-def read_diagnosis(path: Path) -> Diagnosis:
-    """The content of a diagnosis.json; ValueError if it is damaged or of another version."""
-    return _checked(_json(path, "`cenet diagnose`"), str(path))
+def _drawable(diagnosis: Diagnosis) -> Diagnosis:
+    """The same diagnosis with printable texts, its numbers checked as those of a file are."""
+    return Diagnosis.from_dict(_printable_json(diagnosis.as_dict()))
 
 
 def _read(path: Path | Diagnosis, name: str) -> Source:
     if isinstance(path, Diagnosis):
-        return replace(from_diagnosis(path), name=name)
+        return from_diagnosis(path, name)
     if path.is_file():
-        return _alone(read_diagnosis(path), name)
+        return from_diagnosis(Diagnosis.read(path), name)
     if not path.is_dir():
-        raise ValueError(f"{path} does not exist; give a folder of `cenet train` or a {DIAGNOSIS}")
-    measured = path / DIAGNOSIS
-    diagnosis = read_diagnosis(measured) if measured.is_file() else None
-    if not (path / RUN).is_file():
+        raise ValueError(f"{path} does not exist; give a folder of `cenet train` or a {FILE}")
+    measured = path / FILE
+    diagnosis = Diagnosis.read(measured) if measured.is_file() else None
+    if not (path / ABOUT).is_file():
         if diagnosis is None:
             raise ValueError(
-                f"{path} holds neither {RUN} of `cenet train` nor {DIAGNOSIS} of "
+                f"{path} holds neither {ABOUT} of `cenet train` nor {FILE} of "
                 "`cenet diagnose`; give the folder of a run"
             )
-        return _alone(diagnosis, name)
+        return from_diagnosis(diagnosis, name)
     trained = read_training(path, name)
     if not trained.metrics and diagnosis is None:
         raise ValueError(
-            f"{path / METRICS} has no row yet, and there is no {DIAGNOSIS}; "
+            f"{path / METRICS} has no row yet, and there is no {FILE}; "
             "wait for the first epoch, or measure with `cenet diagnose`"
         )
-    return replace(trained, diagnosis=diagnosis, watched=_watched(path / CHANNELS))
-
-
-def _alone(diagnosis: Diagnosis, name: str) -> Source:
-    return Source(name, environment=diagnosis.environment, diagnosis=diagnosis)
+    drawn = None if diagnosis is None else _drawable(diagnosis)
+    return replace(trained, diagnosis=drawn, watched=_watched(path / CHANNELS))
 
 
 def read_training(
-    folder: Path, name: str, row: dict[str, Any] = ROW, author: str = "`cenet train`"
+    folder: Path,
+    name: str,
+    columns: Sequence[str] = COLUMNS,
+    *,
+    counts: Sequence[str] = ("epoch",),
+    author: str = "`cenet train`",
 ) -> Source:
     """Recipe, environment and metrics of a run.
 
     Args:
         folder: of the run.
         name: of the source.
-        row: the shape of a row of metrics.
+        columns: of metrics that hold a number or nothing.
+        counts: columns of metrics that hold a whole number in every row.
         author: the command that writes such folders.
 
     Raises:
-        ValueError: something is damaged, or not of this command.
+        ValueError: a file is damaged, or the run is of another command.
     """
-    about = _json(folder / RUN, author)
-    wrong = first_problem(about, {"recipe": dict, "environment": dict, "command?": str})
-    if wrong:
-        raise ValueError(f"{folder / RUN} is not of {author}: {wrong}")
+    about = _json(folder / ABOUT, author)
+    for key in ("recipe", "environment"):
+        if not isinstance(about.get(key), dict):
+            raise ValueError(f"{folder / ABOUT} is not of {author}: {key} is missing or no object")
     made = f"`{about['command']}`" if "command" in about else author
     if made != author:
         raise ValueError(f"{folder} is a run of {made}; see {made.replace(' train', ' --help')}")
-    rows = _metrics(folder / METRICS, row, author)
+    rows = _metrics(folder / METRICS, columns, counts, author)
     return Source(printable(name), about["recipe"], about["environment"], rows)
 
 
-def _metrics(path: Path, shape: dict[str, Any], author: str) -> tuple[dict[str, Any], ...]:
+def _metrics(
+    path: Path, columns: Sequence[str], counts: Sequence[str], author: str
+) -> tuple[dict[str, Any], ...]:
     if not path.is_file():
         return ()
-    rows = [_plain(row) for row in read_metrics(path)]
+    rows: list[dict[str, Any]] = [_printable_json(row) for row in read_metrics(path)]
     for number, row in enumerate(rows, start=1):
-        wrong = first_problem(row, shape)
-        if wrong:
-            raise ValueError(f"{path}, line {number}, is not a row of {author}: {wrong}")
+        problems = (
+            *(_problem(row, name, int) for name in counts),
+            *(_problem(row, name, float) for name in columns if row.get(name) is not None),
+        )
+        for problem in filter(None, problems):
+            raise ValueError(f"{path}, line {number}, is not a row of {author}: {problem}")
     return tuple(rows)
+
+
+def _problem(row: dict[str, Any], name: str, kind: type[int] | type[float]) -> str | None:
+    """Why a value is not a number that can be drawn; None if it is."""
+    if name not in row:
+        return f"{name} is missing"
+    value = row[name]
+    if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int):
+        noun = "a number" if kind is float else "a whole number"
+        return f"{name} is {str(value)[:40]!r}, not {noun}"
+    return None if -LARGEST <= value <= LARGEST else f"{name} is too large to be drawn"
 
 
 def _watched(path: Path) -> tuple[dict[str, Any], ...]:
@@ -153,9 +172,8 @@ def _watched(path: Path) -> tuple[dict[str, Any], ...]:
         with path.open(newline="") as file:
             for row in csv.DictReader(file, restval=""):
                 numbers = {n: float(row[n]) if row.get(n) else None for n in WATCHED}
-                rows.append(
-                    {"step": int(row["step"]), "layer": printable(row["layer"]), **_plain(numbers)}
-                )
+                names = {"step": int(row["step"]), "layer": printable(row["layer"])}
+                rows.append({**names, **_printable_json(numbers)})
     except (OSError, ValueError, KeyError, csv.Error) as error:
         where = f"{path}, line {len(rows) + 2},"
         raise ValueError(f"{where} is not of `cenet train --monitor-every`: {error}") from error
@@ -164,7 +182,7 @@ def _watched(path: Path) -> tuple[dict[str, Any], ...]:
 
 def _json(path: Path, author: str) -> dict[str, Any]:
     try:
-        found = _plain(json.loads(path.read_text()))
+        found = _printable_json(json.loads(path.read_text()))
     # bytes that are not text, text that is not JSON, and lists in lists without end
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}; write it again with {author}") from error
@@ -173,51 +191,33 @@ def _json(path: Path, author: str) -> dict[str, Any]:
     return found
 
 
-def _checked(content: dict[str, Any], where: str) -> Diagnosis:
-    if content.get("format") != FORMAT:
-        raise ValueError(
-            f"{where} is not a diagnosis: its format is {content.get('format')!r}, not {FORMAT!r}"
-        )
-    large = first_large(content)
-    if large:
-        raise ValueError(f"{where} is damaged: {large}; {AGAIN}")
-    try:
-        found = Diagnosis.from_dict(content)
-    except ValueError as error:
-        raise ValueError(f"{where} cannot be read: {error}; {AGAIN}") from error
-    wrong = first_mismatch(found)
-    if wrong:
-        raise ValueError(f"{where} is damaged: {wrong}; {AGAIN}")
-    return found
-
-
-def _plain(value: Any) -> Any:
-    """The same without characters that do not print and numbers that are not finite."""
+def _printable_json(value: Any) -> Any:
+    """The same content with printable texts, and None for numbers that are not finite."""
     if isinstance(value, dict):
-        return {printable(key): _plain(item) for key, item in value.items()}
+        return {printable(key): _printable_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_printable_json(item) for item in value]
     if isinstance(value, str):
         return printable(value)
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def printable(text: str) -> str:
-    """The text, with a sign in place of what does not print."""
+    """The text, with U+FFFD in place of characters that do not print."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else "\ufffd" for char in text)
 
 
 def _folder(place: Path) -> Path:
-    """What gives a source its name: diagnosis.json is called like its folder."""
-    if place.name == DIAGNOSIS:
+    """The path that a source is named after: diagnosis.json is named after its folder."""
+    if place.name == FILE:
         return place.parent
     return place.with_suffix("") if place.suffix == ".json" else place
 
 
 def _names(places: list[Path]) -> list[str]:
-    """The shortest ends of the paths that differ."""
+    """The shortest endings of the paths that are all different."""
     ends = [place.name for place in places]
     depth = 1
     while len(set(ends)) < len(ends) and depth < max(len(place.parts) for place in places):

@@ -1,19 +1,19 @@
-"""Verdicts, the headline table, the layers, recipe, environment, skipped files and pictures."""
+"""Everything on a page that is not a chart: verdicts, facts, tables and Grad-CAM pictures."""
 
 from collections.abc import Callable, Sequence, Sized
 from pathlib import PurePath
 from typing import Any
 
 from cenet.analysis.channels import DORMANT, DORMANT_STRICT
-from cenet.analysis.diagnosis import Layer
+from cenet.analysis.diagnosis import Accuracy, Layer
+from cenet.report.elements import Cell, Column, Fact, Kind, Picture, RunVerdict, Section, Table
+from cenet.report.formatting import MISSING, NARROW, short, show
 from cenet.report.layers import (
     mean_correlation,
     mean_lambda,
     mean_participation,
 )
-from cenet.report.parts import Cell, Column, Fact, Kind, Picture, Section, Table, Verdict
 from cenet.report.sources import Source
-from cenet.report.words import MISSING, NARROW, short, show
 
 PICTURES = 8  # of each run
 SMALLEST = 32  # side of an image in which Grad-CAM shows something
@@ -27,33 +27,34 @@ LAYERS = (
 DIFFER = "Rows that differ between runs come first and are marked."
 
 
-def verdicts(sources: Sequence[Source]) -> tuple[Verdict, ...]:
-    """What each diagnosis says, and where CE is or would be put."""
+def verdicts(sources: Sequence[Source]) -> tuple[RunVerdict, ...]:
+    """The verdict of each diagnosis, and where CE is or would be put."""
     found = []
     for run, source in enumerate(sources):
         if source.diagnosis is None:
             continue
-        said, layers = source.diagnosis.verdict, source.layers
-        taken = {layer.norm for layer in layers if layer.has_ce}
+        taken = {layer.norm for layer in source.layers if layer.has_ce}
         sites = tuple(site for site in source.diagnosis.sites if site not in taken)
-        with_ce = tuple(layer.name for layer in layers if layer.has_ce)
-        found.append(
-            Verdict(
-                run, said.headline, said.reasons, said.next_step, said.command, sites, with_ce
-            )
-        )  # fmt: skip
+        with_ce = tuple(layer.name for layer in source.layers if layer.has_ce)
+        found.append(RunVerdict(run, source.diagnosis.verdict, sites, with_ce))
     return tuple(found)
 
 
 def facts(sources: Sequence[Source]) -> tuple[Fact, ...]:
-    """What a reader wants first; rows that no run has are left out."""
+    """The table at the top of the page; rows without a value in any run are left out."""
     rows = [
         _fact(
             "test top-1", "after the last epoch of training", sources,
             lambda s: _last(s, "test_top1"), "percent",
         ),
-        _fact("top-1", "on the images measured", sources, _accuracy("top1"), "percent"),
-        _fact("top-5", "on the images measured", sources, _accuracy("top5"), "percent"),
+        _fact(
+            "top-1", "on the images measured", sources,
+            _accuracy(lambda found: found.top1), "percent",
+        ),
+        _fact(
+            "top-5", "on the images measured", sources,
+            _accuracy(lambda found: found.top5), "percent",
+        ),
         _fact(
             "dormant channels", f"activity at most {DORMANT:g} of the layer's mean", sources,
             _share(lambda layer: layer.dormant), "percent",
@@ -103,7 +104,7 @@ def facts(sources: Sequence[Source]) -> tuple[Fact, ...]:
 
 
 def differing(sources: Sequence[Source], part: str) -> Section:
-    """Recipe or environment of all runs; rows that differ come first and stand out."""
+    """Recipe or environment of all runs; rows that differ come first and are highlighted."""
     found = [getattr(source, part) for source in sources]
     shown = [(run, values) for run, values in enumerate(found) if values]
     if not shown:
@@ -122,7 +123,7 @@ def differing(sources: Sequence[Source], part: str) -> Section:
 
 
 def layers(sources: Sequence[Source]) -> Section:
-    """What was measured of each layer, a table per run."""
+    """The measures of each layer, one table per run."""
     found = tuple(_layers(source) for source in sources if source.layers)
     return Section("layers", "Layers", tables=found, words=LAYERS if found else "")
 
@@ -141,7 +142,7 @@ def skipped(sources: Sequence[Source]) -> Section:
 
 
 def pictures(sources: Sequence[Source]) -> tuple[Picture, ...]:
-    """The first Grad-CAMs of each trained run, unless its images are too small to look at."""
+    """The first Grad-CAMs of each trained run, unless its images are too small to recognise."""
     found = []
     for run, source in enumerate(sources):
         of = source.diagnosis
@@ -161,7 +162,7 @@ def pictures(sources: Sequence[Source]) -> tuple[Picture, ...]:
 
 
 def _class_name(name: str, classes: Sequence[str] | None) -> str:
-    """The name of a class; one that is known by its number alone is called so."""
+    """The name of a class; `class 7` if only its number is known."""
     return f"class {name}" if name.isdecimal() and name not in (classes or ()) else name
 
 
@@ -186,10 +187,10 @@ def _last(source: Source, name: str) -> float | None:
     return known[-1] if known else None
 
 
-def _accuracy(name: str) -> Callable[[Source], float | None]:
+def _accuracy(value: Callable[[Accuracy], float]) -> Callable[[Source], float | None]:
     def measure(source: Source) -> float | None:
         found = source.diagnosis.accuracy if source.diagnosis else None
-        return None if found is None else getattr(found, name)
+        return None if found is None else value(found)
 
     return measure
 
@@ -209,14 +210,14 @@ def _millions(source: Source) -> float | None:
 
 
 def _weights(sources: Sequence[Source]) -> Fact | None:
-    """Where the weights that were measured come from."""
+    """The checkpoint of each run."""
     if not any(source.diagnosis for source in sources):
         return None
     return Fact("checkpoint", "the weights that were measured", tuple(map(_checkpoint, sources)))
 
 
 def _checkpoint(source: Source) -> str:
-    """The name of its file without the folder and the ending, short enough for a phone."""
+    """Name of the checkpoint without folder and ending, short enough for a narrow screen."""
     if source.diagnosis is None or source.diagnosis.model.checkpoint is None:
         return MISSING
     return short(PurePath(source.diagnosis.model.checkpoint).stem, LONGEST)

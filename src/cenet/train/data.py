@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cenet.extras import require
 from cenet.train.decoding import decode
 from cenet.train.holdout import held_out
 from cenet.train.parquet import parquet_images
@@ -135,12 +136,9 @@ def _is_resident(recipe: Recipe) -> bool:
 
 def digits() -> Split:
     """Scikit-learn's 1,797 digits of 8×8 pixels: 1,347 to train on and 450 to test."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise ValueError(
-            "digits need scikit-learn; pip install 'cenet[demo]', or scikit-learn alone"
-        ) from error
+    require("demo")
+    from sklearn.datasets import load_digits
+
     bunch = load_digits()
     images = (torch.tensor(bunch.images, dtype=torch.float32)[:, None] / 16 * 255).to(torch.uint8)
     labels = torch.tensor(bunch.target, dtype=torch.long)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from timm.utils.model_ema import ModelEmaV3
 from torch import Tensor, nn
+from typing_extensions import override
 
 import cenet.train.snapshot as snapshot
 from cenet.analysis.monitor import Monitor
@@ -122,25 +123,25 @@ class Trainer(Loop):
             )  # fmt: skip
             monitor.step = self.position.updates * self.recipe.accumulate
 
+    @override
     def facts(self) -> dict[str, Any]:
-        """See `Loop`."""
         initial = None if self.initial is None else self.initial._asdict()
         return {"decoding": self.loader.decoding, "initial": initial}
 
+    @override
     def release(self) -> None:
-        """See `Loop`."""
         self.loader.end()
 
+    @override
     def batches(self, epoch: int, step: int) -> Iterator[Batch]:
-        """See `Loop`."""
         return self.loader.epoch(epoch, step)
 
+    @override
     def arguments(self, batch: Batch) -> Batch:
-        """See `Loop`."""
         return batch[:1]
 
+    @override
     def add_gradients(self, batch: Batch) -> None:
-        """See `Loop`."""
         images, hard = batch
         labels = hard
         if self.mixup is not None:
@@ -161,8 +162,8 @@ class Trainer(Loop):
             self.position.sums[:2] += batch
             self.position.sums[2] += count
 
+    @override
     def apply_gradients(self) -> None:
-        """See `Loop`."""
         groups = self.optimizer.param_groups
         rates = [group["lr"] for group in groups]
         if self.options.cuda_graphs:
@@ -172,20 +173,20 @@ class Trainer(Loop):
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
 
+    @override
     def summary(self, sums: list[float]) -> dict[str, float]:
-        """See `Loop`."""
         return {"train_top1": sums[1] / sums[2]}
 
+    @override
     def note(self, sums: list[float]) -> str:
-        """See `Loop`."""
         return f"top-1 {sums[1] / sums[2]:.2%}"
 
+    @override
     def test(self) -> dict[str, Any]:
-        """See `Loop`."""
         return self._tester()
 
+    @override
     def line(self, row: dict[str, Any]) -> str:
-        """See `Loop`."""
         images = "held-out" if self.recipe.holdout > 0 else "test"
         return f"{images} loss {row['test_loss']:.4f}, top-1 {row['test_top1']:.2%}"
 

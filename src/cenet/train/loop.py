@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 import cenet.train.saving as saving
 from cenet.environment import environment
@@ -53,8 +54,8 @@ class Loop(RunState, ABC):
     slow_test = False
     tested_on = "test images"
 
+    @override
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """See `RunState`."""
         super().__init__(*args, **kwargs)
         self.clock = Clock()
         self.waits = Waits(self.processes.device)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from cenet.extras import require
 from cenet.train.labels import named
 
 # bytes of row groups that a process keeps
@@ -125,13 +126,13 @@ def parquet_images(
         names: of the classes in order of number, if the files do not tell.
 
     Raises:
-        ValueError: pyarrow is missing, a file is damaged, empty or without one of the columns, or
+        MissingExtraError: pyarrow is not installed.
+        ValueError: a file is damaged, empty or without one of the columns, or
             an image has no label that can be used.
     """
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ValueError(f"{paths[0]} needs pyarrow; pip install 'cenet[data]'") from error
+    require("data")
+    import pyarrow.parquet
+
     groups: list[Group] = []
     labels: list[Any] = []
     first: Columns | None = None

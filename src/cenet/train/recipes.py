@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+from typing_extensions import override
+
 from cenet.train.course import INFINITY, RANGES, Course, Ranges, nearest
 
 Block = Literal["plain", "se", "bd", "ir", "ce"]
@@ -72,8 +74,8 @@ class Recipe(Course):
     sync_ce: bool = False
     accuracy: float | None = None
 
+    @override
     def choices(self) -> dict[str, tuple[str, ...]]:
-        """See `Course`."""
         return {**super().choices(), "network": NETWORK_NAMES}
 
     def _wrong_numbers(self) -> list[str]:
@@ -90,8 +92,8 @@ class Recipe(Course):
             problems.append(f"ce_start={self.ce_start} is for CE; block={self.block} has none")
         return problems
 
+    @override
     def ranges(self) -> Ranges:
-        """See `Course`."""
         return (
             *RANGES,
             ("image_size", 8, INFINITY),

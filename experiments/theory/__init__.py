@@ -12,18 +12,18 @@ C channels, L = H·W positions of one sample, float64 throughout. docs/theory.md
 paper's statements hold.
 """
 
-from cenet.theory.best_response import best_response, deviation_gain, water_fill
-from cenet.theory.closed_form import (
+from experiments.theory.best_response import best_response, deviation_gain, water_fill
+from experiments.theory.closed_form import (
     ClosedForm,
     activation_budget,
     closed_form,
     linear_proxy,
     tangent,
 )
-from cenet.theory.equilibrium import KKT, Equilibrium, find_equilibrium, kkt, marginal_rate
-from cenet.theory.game import Game, payoff
-from cenet.theory.link import game_of_block
-from cenet.theory.uniqueness import interference_strength, monotonicity, potential
+from experiments.theory.equilibrium import KKT, Equilibrium, find_equilibrium, kkt, marginal_rate
+from experiments.theory.game import Game, payoff
+from experiments.theory.link import game_of_block
+from experiments.theory.uniqueness import interference_strength, monotonicity, potential
 
 __all__ = [
     "KKT",

@@ -1,7 +1,9 @@
-"""What a page is made of: plain values, no HTML."""
+"""The elements of a page (tables, figures, sections) as plain values, without HTML."""
 
 from dataclasses import dataclass
 from typing import Literal
+
+from cenet.analysis.diagnosis import Verdict
 
 Kind = Literal["text", "number", "percent"]
 Cell = str | float | int | None
@@ -12,9 +14,9 @@ class Column:
     """A column of a table.
 
     Attributes:
-        name: in the head.
-        kind: how values are shown; a percent is stored as a share of 1.
-        run: the number of the run that the column is of, for its colour.
+        name: heading of the column.
+        kind: how values are formatted; a percentage is stored as a share of 1.
+        run: number of the run that the column belongs to, for its colour.
     """
 
     name: str
@@ -24,14 +26,14 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Numbers as they were read, under columns that say how to show them.
+    """Unformatted numbers in columns.
 
     Attributes:
-        columns: the head.
-        rows: one cell per column; None for what is not known.
-        title: what the table holds.
-        marked: rows to stand out, by number.
-        foldable: whether a reader can fold it away; a short one that says it all stands open.
+        columns: with headings and formats.
+        rows: one cell per column; None for unknown values.
+        title: above the table.
+        marked: indices of highlighted rows.
+        foldable: whether a reader can fold the table; otherwise it is always open.
     """
 
     columns: tuple[Column, ...]
@@ -43,7 +45,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Panel:
-    """One drawing of a figure: its name, its SVG, and the run whose panels stand together."""
+    """One drawing of a figure: title, SVG, and the number of the run it is grouped with."""
 
     name: str
     svg: str
@@ -52,18 +54,18 @@ class Panel:
 
 @dataclass(frozen=True)
 class Figure:
-    """Drawings with the words and the numbers that belong to them.
+    """Drawings with a caption and their numbers.
 
     Attributes:
-        key: name of its files.
-        title: a noun.
-        caption: what to see.
-        panels: the drawings; none where words say it all.
-        table: their numbers.
-        numbers: all of them, for the CSV file, where the table only sums up.
-        columns: drawings side by side on a wide screen; one alone fills half of it.
-        maps: whether the drawings are maps, which are small; the caption stands beside them.
-        scale: the colour bar of all maps, as SVG.
+        key: name of its files, without the ending.
+        title: above the drawings.
+        caption: what the drawings show.
+        panels: the drawings; empty if the caption says everything.
+        table: numbers shown on the page.
+        numbers: numbers of the CSV file, if they are more than the table.
+        columns: drawings side by side on a wide screen; a single one fills half of it.
+        maps: whether the drawings are small maps, with the caption beside them.
+        scale: colour bar of the maps, as SVG.
     """
 
     key: str
@@ -92,7 +94,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Picture:
-    """An image of the test set beside what the network looked at, as data URIs."""
+    """An image beside its Grad-CAM overlay, as data URIs, with a caption in `words`."""
 
     run: int
     image: str
@@ -105,9 +107,9 @@ class Fact:
     """A row of the headline table.
 
     Attributes:
-        name: what is measured.
-        meaning: in a few words.
-        values: one per run, ready to read.
+        name: of the measure.
+        meaning: explanation in a few words.
+        values: one per run, formatted.
     """
 
     name: str
@@ -117,7 +119,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading and what stands under it."""
+    """A heading with text, figures, tables and pictures."""
 
     key: str
     title: str
@@ -127,7 +129,7 @@ class Section:
     words: str = ""
 
     def __bool__(self) -> bool:
-        """Whether there is anything to show."""
+        """Whether the section has content."""
         return bool(self.figures or self.tables or self.pictures or self.words)
 
     @property
@@ -145,38 +147,32 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What the measurements of a run say.
+class RunVerdict:
+    """The verdict on a run.
 
     Attributes:
-        run: its number.
-        headline: one sentence.
-        reasons: a sentence each.
-        next_step: what to do.
-        command: how, in a shell or in Python.
+        run: number of the run.
+        verdict: of its diagnosis.
         sites: norms after which insert_ce_ would put CE.
         with_ce: layers that have CE already.
     """
 
     run: int
-    headline: str
-    reasons: tuple[str, ...] = ()
-    next_step: str | None = None
-    command: str | None = None
+    verdict: Verdict
     sites: tuple[str, ...] = ()
     with_ce: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Page:
-    """Everything a reader sees."""
+    """The content of a page."""
 
     title: str
     runs: tuple[str, ...]
-    about: tuple[str, ...]  # a line per run
+    about: tuple[str, ...]  # one line per run
     facts: tuple[Fact, ...]
     sections: tuple[Section, ...]
     lead: tuple[str, ...] = ()  # paragraphs under the title
-    notes: tuple[str, ...] = ()  # what to know before any number
-    verdicts: tuple[Verdict, ...] = ()
+    notes: tuple[str, ...] = ()  # warnings above everything else
+    verdicts: tuple[RunVerdict, ...] = ()
     kind: str = "cenet report"

@@ -1,4 +1,4 @@
-"""`cenet diagnose`: find network and images, examine, say what was found, write diagnosis.json."""
+"""`cenet diagnose`: load a network, find images, diagnose, print and write the result."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -12,42 +12,50 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from cenet.analysis.diagnosis import Cam, Diagnosis, Images, Skipped, Subject
-from cenet.analysis.examination import diagnose, without_prunable
-from cenet.analysis.images import ImageStream, find_images
-from cenet.analysis.overlays import overlays
-from cenet.analysis.subjects import Examinee, find_examinee, num_outputs
-from cenet.analysis.summary import print_summary
+from cenet.analysis.diagnose import diagnose, without_prunable
+from cenet.analysis.diagnosis import FILE, Cam, Diagnosis, Images, Model, Skipped
+from cenet.analysis.gradcam import overlays
 from cenet.analysis.verdict import Evidence, judge
+from cenet.diagnosing.images import ImageStream, find_images
+from cenet.diagnosing.network import LoadedNetwork, find_network, num_outputs
+from cenet.diagnosing.terminal import print_summary
 from cenet.train.data import CIFAR10_FOLDER, Resident, load_test
 from cenet.train.loaders import evaluation_batches
 from cenet.train.processes import start
 from cenet.train.recipes import RECIPES
 
-FILE = "diagnosis.json"
 SLOW = "ablation runs the network once for each channel; --ablation-images 0 skips it"
 
 
-class Shown(NamedTuple):
-    """What the network will see."""
+class ImageSet(NamedTuple):
+    """The images of a diagnosis.
 
-    batches: Callable[[], Iterable[Any]]  # from the beginning
-    total: int  # images, if all can be read
-    classes: tuple[str, ...] | None  # in the order of the labels
-    skipped: list[Skipped]  # while looking for images
-    notes: list[str]  # why there is no accuracy, and what the images are not
-    files: ImageStream | None  # knows which could not be read
+    Attributes:
+        batches: makes an iterator over all batches, from the first one.
+        total: number of images, if all can be read.
+        classes: their names in the order of the labels, if there are labels.
+        skipped: files that were found not to be images.
+        notes: for the terminal: why there is no accuracy, and which images these are.
+        files: the stream that reads files and counts those it cannot read.
+    """
+
+    batches: Callable[[], Iterable[Any]]
+    total: int
+    classes: tuple[str, ...] | None
+    skipped: list[Skipped]
+    notes: list[str]
+    files: ImageStream | None
 
 
 def run(model: str, data: Path | None, out: Path, **options: Any) -> Diagnosis:
-    """Examine a network as `examine` does, and print what was found."""
-    diagnosis, notes = examine(model, data, out, **options)
+    """Diagnose a network as `diagnose_named` does, and print the result."""
+    diagnosis, notes = diagnose_named(model, data, out, **options)
     print_summary(diagnosis, notes)
     print(f"wrote {out / FILE}")
     return diagnosis
 
 
-def examine(
+def diagnose_named(
     model: str,
     data: Path | None,
     out: Path,
@@ -56,15 +64,18 @@ def examine(
     pretrained: bool = False,
     **options: Any,
 ) -> tuple[Diagnosis, list[str]]:
-    """Examine a network by name or run and write `out/diagnosis.json`; notes come beside.
+    """Diagnose a network given by name or by run, and write `out/diagnosis.json`.
 
     Args:
-        model: as `find_examinee` takes it, and so `checkpoint` and `pretrained`.
+        model: as for `find_network`, and so `checkpoint` and `pretrained`.
         data: folder of images.
         out: folder of diagnosis.json.
         checkpoint: weights of the network.
         pretrained: take those of timm or torchvision instead.
-        **options: as of `examine_network`.
+        **options: as for `diagnose_loaded`.
+
+    Returns:
+        The diagnosis, and notes on the images for the terminal.
 
     Raises:
         ValueError: network, checkpoint, images or an option cannot be used; the message says which.
@@ -72,12 +83,12 @@ def examine(
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file; it must be a folder")
     _check(**options)
-    examinee = find_examinee(model, checkpoint, pretrained=pretrained)
-    return examine_network(examinee, data, out, **options)
+    loaded = find_network(model, checkpoint, pretrained=pretrained)
+    return diagnose_loaded(loaded, data, out, **options)
 
 
-def examine_network(
-    examinee: Examinee,
+def diagnose_loaded(
+    loaded: LoadedNetwork,
     data: Path | None,
     out: Path,
     *,
@@ -88,31 +99,31 @@ def examine_network(
     layer: str | None = None,
     ablation_images: int | Literal["all"] | None = None,
 ) -> tuple[Diagnosis, list[str]]:
-    """Examine a network that is at hand; as `examine`."""
+    """Diagnose a network that is loaded already; otherwise as `diagnose_named`."""
     place = start(device).device
-    examinee.network.to(place).eval()
-    shown = _shown(examinee, data, limit, size or examinee.size, batch)
+    loaded.network.to(place).eval()
+    images = find_image_set(loaded, data, limit, size or loaded.size, batch)
     with _progress() as progress:
         tasks: dict[str, Any] = {}
 
         def report(what: str, done: int, of: int | None) -> None:
             if what not in tasks:
-                tasks[what] = progress.add_task(what, total=of or shown.total)
+                tasks[what] = progress.add_task(what, total=of or images.total)
                 if what == "ablation":
                     progress.console.print(SLOW)
             progress.update(tasks[what], completed=done)
 
         try:
             found = diagnose(
-                examinee.network, shown.batches(), layer=layer, ablation_images=ablation_images,
+                loaded.network, images.batches(), layer=layer, ablation_images=ablation_images,
                 report=report,
             )  # fmt: skip
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
-            raise ValueError(f"{examinee.name} cannot be run on these images: {reason}") from error
-    diagnosis = _completed(found, examinee, data, shown, place)
+            raise ValueError(f"{loaded.name} cannot be run on these images: {reason}") from error
+    diagnosis = complete(found, loaded, data, images, place)
     diagnosis.write(out / FILE)
-    return diagnosis, shown.notes
+    return diagnosis, images.notes
 
 
 def _check(**options: Any) -> None:
@@ -122,11 +133,12 @@ def _check(**options: Any) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be at least {least}")
 
 
-def _shown(
-    examinee: Examinee, data: Path | None, limit: int | None, size: int, batch: int
-) -> Shown:
-    if examinee.run is not None:
-        recipe, inputs = examinee.run
+def find_image_set(
+    loaded: LoadedNetwork, data: Path | None, limit: int | None, size: int, batch: int
+) -> ImageSet:
+    """The test images of a run that has them built in or as CIFAR-10, or those of a folder."""
+    if loaded.run is not None:
+        recipe, inputs = loaded.run
         if data is None or (data / CIFAR10_FOLDER).is_dir():
             test = load_test(recipe, data)
             assert isinstance(test, Resident)
@@ -138,22 +150,22 @@ def _shown(
                 evaluation_batches, chosen, inputs, size=size, batch=batch,
                 device=torch.device("cpu"), channels_last=False,
             )  # fmt: skip
-            notes = _notes(examinee, "the test images")
-            return Shown(batches, len(chosen.labels), test.classes, [], notes, None)
+            notes = _notes(loaded, "the test images")
+            return ImageSet(batches, len(chosen.labels), test.classes, [], notes, None)
     if data is None:
-        raise ValueError(f"say which images to show to {examinee.name} with --data FOLDER")
+        raise ValueError(f"say which images to show to {loaded.name} with --data FOLDER")
     found = find_images(data, limit)
-    labels, classes, note = _labels(found.labels, found.classes, examinee)
-    stream = ImageStream(found.paths, labels, examinee.transform(size), batch)
-    notes = [*([] if note is None else [note]), *_notes(examinee, f"the images in {found.folder}")]
-    return Shown(lambda: stream, len(found.paths), classes, found.skipped, notes, stream)
+    labels, classes, note = _labels(found.labels, found.classes, loaded)
+    stream = ImageStream(found.paths, labels, loaded.transform(size), batch)
+    notes = [*([] if note is None else [note]), *_notes(loaded, f"the images in {found.folder}")]
+    return ImageSet(lambda: stream, len(found.paths), classes, found.skipped, notes, stream)
 
 
-def _notes(examinee: Examinee, images: str) -> list[str]:
-    """Which images are measured, if those that the run tested itself on are others."""
-    if examinee.run is None or examinee.run[0].holdout == 0:
+def _notes(loaded: LoadedNetwork, images: str) -> list[str]:
+    """Which images are measured, if the run tested itself on other ones."""
+    if loaded.run is None or loaded.run[0].holdout == 0:
         return []
-    share = f"{examinee.run[0].holdout:g}"
+    share = f"{loaded.run[0].holdout:g}"
     return [
         f"All figures are of {images}; the run tested itself on training images held out by "
         f"holdout={share}."
@@ -161,58 +173,62 @@ def _notes(examinee: Examinee, images: str) -> list[str]:
 
 
 def _labels(
-    names: list[str] | None, folders: tuple[str, ...] | None, examinee: Examinee
+    names: list[str] | None, folders: tuple[str, ...] | None, loaded: LoadedNetwork
 ) -> tuple[list[int] | None, tuple[str, ...] | None, str | None]:
-    """Classes of the images as places among the logits, their names, or why there are none."""
+    """Labels as indices of the logits and the names of the classes, or why there are none."""
     if names is None or folders is None:
         return None, None, "The images have no labels (no class folders), so there is no accuracy."
-    classes, outputs = examinee.classes, num_outputs(examinee.network)
+    classes, outputs = loaded.classes, num_outputs(loaded.network)
     if classes is None or not set(folders) <= set(classes):
-        if examinee.run is not None:
+        if loaded.run is not None:
             unknown = sorted(set(folders) - set(classes or ()))
             return None, None, f"The run does not know the classes {unknown}: there is no accuracy."
         classes = folders
     if outputs != len(classes):
         return None, None, (
-            f"The images have {len(folders)} classes and the network tells {outputs} apart, so "
+            f"The images have {len(folders)} classes and the network has {outputs} outputs, so "
             "there is no accuracy."
         )  # fmt: skip
     place = {name: i for i, name in enumerate(classes)}
     return [place[name] for name in names], classes, None
 
 
-def _completed(
-    found: Diagnosis, examinee: Examinee, data: Path | None, shown: Shown, device: torch.device
+def complete(
+    found: Diagnosis,
+    loaded: LoadedNetwork,
+    data: Path | None,
+    images: ImageSet,
+    device: torch.device,
 ) -> Diagnosis:
-    """The diagnosis with what only the command knows."""
-    late = () if shown.files is None else tuple(shown.files.skipped)
+    """Add what only the command knows: names, files, Grad-CAMs, and the verdict that follows."""
+    late = () if images.files is None else tuple(images.files.skipped)
     folder = None if data is None else str(data)
-    # a name alone is a network as it was made, whatever its norms look like
-    untrained = found.model.untrained or examinee.checkpoint is None
+    # without a checkpoint the weights are random, whatever the norms look like
+    untrained = found.model.untrained or loaded.checkpoint is None
     removal = None if untrained else found.removal
     layers = without_prunable(found.layers) if untrained else found.layers
     evidence = Evidence(
         layers, found.data.images, untrained, found.accuracy, removal, found.sites,
-        _training_with_ce(examinee),
+        _training_with_ce(loaded),
     )  # fmt: skip
     return replace(
         found,
-        model=Subject(examinee.name, examinee.checkpoint, found.model.parameters, untrained),
+        model=Model(loaded.name, loaded.checkpoint, found.model.parameters, untrained),
         verdict=judge(evidence),
         layers=layers,
         removal=removal,
         data=Images(
-            folder, found.data.images, found.data.size, shown.classes, (*shown.skipped, *late)
+            folder, found.data.images, found.data.size, images.classes, (*images.skipped, *late)
         ),
-        gradcam=() if untrained else _pictures(examinee, shown, device),
+        gradcam=() if untrained else _pictures(loaded, images, device),
     )
 
 
-def _training_with_ce(examinee: Examinee) -> str | None:
+def _training_with_ce(loaded: LoadedNetwork) -> str | None:
     """The command that trains the network of a run with CE, if there is a recipe for it."""
-    if examinee.run is None:
+    if loaded.run is None:
         return None
-    recipe, _ = examinee.run
+    recipe, _ = loaded.run
     wanted = ("network", "dataset", "norm", "act")
     for name, other in RECIPES.items():
         same = all(getattr(other, field) == getattr(recipe, field) for field in wanted)
@@ -221,11 +237,11 @@ def _training_with_ce(examinee: Examinee) -> str | None:
     return None
 
 
-def _pictures(examinee: Examinee, shown: Shown, device: torch.device) -> tuple[Cam, ...]:
-    batch = next(iter(shown.batches()))
-    images, labels = (batch, None) if isinstance(batch, Tensor) else batch
-    names = shown.classes if examinee.class_names is None else examinee.class_names
-    return overlays(examinee.network, images.to(device), labels, names)
+def _pictures(loaded: LoadedNetwork, images: ImageSet, device: torch.device) -> tuple[Cam, ...]:
+    batch = next(iter(images.batches()))
+    first, labels = (batch, None) if isinstance(batch, Tensor) else batch
+    names = images.classes if loaded.class_names is None else loaded.class_names
+    return overlays(loaded.network, first.to(device), labels, names)
 
 
 def _progress() -> Progress:

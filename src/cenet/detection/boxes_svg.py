@@ -1,14 +1,14 @@
-"""Pictures with boxes and names on them."""
+"""Images with labelled boxes, as SVG."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from unicodedata import east_asian_width
 from xml.etree import ElementTree as Tree
 
-from cenet.report.svg import as_text, drawing, put_picture, put_text
-from cenet.report.words import short
+from cenet.report.charts import as_text, drawing, put_picture, put_text
+from cenet.report.formatting import short
 
-# they stand on pictures, in both themes, and carry dark letters
+# backgrounds of dark letters, on pictures, in both themes
 COLOURS = ("#ffb000", "#35c9e8", "#ff7a6b", "#7fd95b", "#d59bff", "#f2e64a", "#ff8fc7", "#5fe0b5")
 NARROWEST, FLATTEST = 1.0, 0.3  # width by height, and height by width, of a drawing
 TALL, PAD = 28.0, 7.0  # height of a name, and the space before and after it
@@ -29,17 +29,17 @@ def colour(number: int) -> str:
     return COLOURS[number % len(COLOURS)]
 
 
-def scene(
+def draw_boxes(
     label: str, uri: str, size: tuple[float, float], boxes: Sequence[Box], words: str = ""
 ) -> str:
-    """A picture with boxes; names stand where they cover no other name, as far as there is room.
+    """A picture with boxes; names are placed so that they overlap as little as possible.
 
     Args:
-        label: what a reader who does not see it hears.
+        label: text for screen readers.
         uri: of the picture.
         size: its width and height in units, which are about pixels.
         boxes: in the same units.
-        words: what to write across the picture.
+        words: text across the middle of the picture.
     """
     wide, high = max(size[0], NARROWEST * size[1]), max(size[1], FLATTEST * size[0])
     left, top = (wide - size[0]) / 2, (high - size[1]) / 2
@@ -62,7 +62,7 @@ def scene(
 
 
 def _width(text: str) -> float:
-    """Of a name with its backing."""
+    """Width of a name with its background."""
     letters = (
         WIDE if east_asian_width(letter) in "WF" or letter in "MWmw@%"
         else CAPITAL if letter.isupper()
@@ -85,7 +85,7 @@ def _free(
     room: tuple[float, float],
     taken: Sequence[tuple[float, float, float]],
 ) -> tuple[float, float]:
-    """Where a name goes: over its box, in it or under it, at the first place that is not taken."""
+    """Place of a name above, in or below its box: the first with the fewest overlaps."""
     x, y, wide, high = place
     across = (x - 1, x + wide + 1 - width)
     down = (y - TALL, y, y + high - TALL, y + high, y - 2 * TALL, y + high + TALL)

@@ -1,4 +1,4 @@
-"""A page as HTML, written with its figures as SVG and CSV beside it."""
+"""Render a page as HTML, and write it with its figures as SVG and CSV."""
 
 import csv
 import io
@@ -11,12 +11,11 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from cenet import __version__
-from cenet.report.charts import MARKS, STYLE, standalone
-from cenet.report.colours import DARK, LIGHT
-from cenet.report.parts import Cell, Figure, Page, Table
-from cenet.report.words import show
+from cenet.report.charts import DARK, LIGHT, MARKS, STYLE, standalone
+from cenet.report.elements import Cell, Figure, Page, Table
+from cenet.report.formatting import show
 from cenet.train.saving import replace_file
+from cenet.version import VERSION
 
 THEME = """const root = document.documentElement, button = document.getElementById("theme");
 const dark = () => root.dataset.theme ? root.dataset.theme === "dark"
@@ -24,15 +23,15 @@ const dark = () => root.dataset.theme ? root.dataset.theme === "dark"
 const tell = () => button.setAttribute("aria-pressed", dark());
 button.addEventListener("click", () => { root.dataset.theme = dark() ? "light" : "dark"; tell(); });
 button.hidden = false; tell();"""
-FORMULA = ("=", "+", "-", "@")  # what a spreadsheet would run
+FORMULA = ("=", "+", "-", "@")  # first characters of formulas in a spreadsheet
 
 
 def render(page: Page, files: str) -> str:
     """The page as HTML.
 
     Args:
-        page: what it says.
-        files: name of the folder of its figures.
+        page: its content.
+        files: name of the folder with its figures.
     """
     environment = Environment(
         loader=PackageLoader("cenet.report", "."), autoescape=True, undefined=StrictUndefined,
@@ -51,13 +50,13 @@ def render(page: Page, files: str) -> str:
         script=Markup(THEME),
         digest=digest,
         svg=Markup,
-        version=__version__,
+        version=VERSION,
         written=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     )
 
 
 def table_csv(table: Table) -> str:
-    """A table as CSV, with numbers as they are."""
+    """A table as CSV, with unformatted numbers."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([_harmless(column.name) for column in table.columns])
@@ -66,12 +65,12 @@ def table_csv(table: Table) -> str:
 
 
 def _harmless(cell: Cell) -> Cell:
-    """Text that a spreadsheet takes for text."""
+    """The cell, quoted if a spreadsheet would run it as a formula."""
     return f"'{cell}" if isinstance(cell, str) and cell.startswith(FORMULA) else cell
 
 
 def page_path(out: Path | str) -> Path:
-    """Where a page goes; ValueError if that is not a file NAME.html."""
+    """The path of a page; ValueError if it does not end in .html or is a folder."""
     path = Path(out)
     if path.suffix != ".html" or path.is_dir():
         raise ValueError(f"the page {path} must be a file that ends in .html")
@@ -79,7 +78,7 @@ def page_path(out: Path | str) -> Path:
 
 
 def save_page(page: Page, path: Path) -> Path:
-    """Write the figures, and then the page: one that is there is whole."""
+    """Write the figures first and then the page, so that an existing page is complete."""
     folder = path.with_name(f"{path.stem}_files")
     folder.mkdir(parents=True, exist_ok=True)
     for section in page.sections:
@@ -101,6 +100,6 @@ def _files(figure: Figure) -> list[tuple[str, str]]:
 
 
 def _breakable(text: str) -> Markup:
-    """A name that may go on in the next line after an underscore, a hyphen or a dot."""
+    """The text with possible line breaks after underscores, hyphens and dots."""
     is_name = text[:1].isalpha()
     return Markup("<wbr>").join(re.split(r"(?<=[_.-])(?=\w)", text) if is_name else [text])

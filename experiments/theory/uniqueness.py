@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from cenet.theory.game import Game
+from experiments.theory.game import Game
 
 
 def interference_strength(game: Game) -> float:

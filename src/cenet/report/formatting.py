@@ -1,18 +1,18 @@
-"""Numbers in words: how a value is written, and sentences that compare runs."""
+"""Numbers, names and comparisons of runs as text."""
 
 import re
 from collections.abc import Mapping
 
-from cenet.report.parts import Cell, Kind
+from cenet.report.elements import Cell, Kind
 
 MISSING = "–"
-NARROW = "\u202f"  # a space at which no line ends
-LISTED = 4  # more runs than this, and a sentence names only the extremes
+NARROW = "\u202f"  # narrow no-break space
+LISTED = 4  # with more runs, a sentence names only the lowest and the highest
 LONGEST = 28  # characters of a name in a drawing
 
 
 def show(value: Cell, kind: Kind = "number", *, brief: bool = False) -> str:
-    """A value as a reader wants it, in a table, or with a digit less in a sentence."""
+    """A value as text for a table, or with one digit less for a sentence."""
     if value is None:
         return MISSING
     if isinstance(value, str):
@@ -55,7 +55,7 @@ def count(number: int, noun: str) -> str:
 
 
 def short(name: str, length: int = LONGEST) -> str:
-    """A name that fits into a drawing: its two ends, if it is long."""
+    """A name of at most `length` characters: long ones lose their middle."""
     if len(name) <= length:
         return name
     head = (length - 1) // 2
@@ -63,7 +63,7 @@ def short(name: str, length: int = LONGEST) -> str:
 
 
 def abbreviate(name: str, length: int) -> str:
-    """A dotted name that fits: its words are cut to their first letters, from the left.
+    """A dotted name of at most `length` characters: words become initials, from the left.
 
     >>> abbreviate("stages.2.blocks.10.act1", 14)
     's.2.b.10.act1'

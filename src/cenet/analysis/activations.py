@@ -1,8 +1,8 @@
-"""Every activation of a network as it runs, whoever calls it: modules, shared ones, functions.
+"""Observe every activation of a network while it runs: modules, shared modules and functions.
 
-A network says where its activations are only by running. Hooks on activation modules miss functions
-and norms with an activation inside, and see an in-place one too late. So the operators themselves
-are watched, below autograd, which changes nothing about the run: no kernel, no graph, no rounding.
+Hooks on activation modules miss functions and norms with an activation inside, and see the input of
+an in-place activation too late. So a dispatch mode observes the operators themselves, below
+autograd. This changes nothing about the run: neither kernels nor graph nor rounding.
 """
 
 from collections import Counter
@@ -23,8 +23,8 @@ from cenet.nn import NormCE2d
 from cenet.nn.base import EquilibriumLayer
 from cenet.nn.norms import norm_channels
 
-# aten's name -> ours. Sigmoids are gates, not activations of feature channels.
-ACTIVATIONS = {
+# name of the operator -> name of the activation. Sigmoids are left out: they are gates.
+ATEN_ACTIVATIONS = {
     **{name: name for name in ("relu", "leaky_relu", "elu", "selu", "celu", "silu", "mish")},
     **{name: name for name in ("gelu", "hardswish", "softplus", "tanh", "threshold", "relu6")},
     **{name: name for name in ("softshrink", "hardshrink")},
@@ -33,10 +33,10 @@ ACTIVATIONS = {
     "rrelu_with_noise": "rrelu",
     "hardtanh": "hardtanh",
 }
-# position of the activation's name among the arguments of our own operators, which contain one
+# operators of ours that contain an activation -> position of its name among their arguments
 FUSED = {ops.norm_ce: -2, ops.folded_ce: -2}
 MIX_LAST = ("addmm", "mm", "linear", "native_layer_norm", "_fused_rms_norm")
-# what leaves channels what they are
+# operators whose result has the channels of their arguments, in the same dimension
 PASS = frozenset(
     (
         *("add", "sub", "mul", "div", "clone", "detach", "alias", "native_dropout", "lift_fresh"),
@@ -51,41 +51,41 @@ class Site(NamedTuple):
 
     name: str  # unique in the network, the same in every pass
     activation: str
-    norms: tuple[str, ...]  # norms whose outputs it activates: two, where branches are added
-    ce: str | None  # the CE layer between
-    dim: int  # of the channels
+    norms: tuple[str, ...]  # norms whose outputs it activates: two where branches are added
+    ce: str | None  # the CE layer between norm and activation
+    dim: int  # the dimension of the channels
     channels: int
-    direct: bool  # it activates the output of a norm as it is: no sum, gate or CE between
+    direct: bool  # it activates the output of a norm unchanged: no sum, gate or CE between
 
 
 class _Mark(NamedTuple):
-    """What is known of a tensor."""
+    """Where a tensor comes from."""
 
     dim: int
     norms: tuple[str, ...] = ()
     ce: str | None = None
-    direct: bool = False  # the output of a norm as it is
+    direct: bool = False  # it is the output of a norm, unchanged
 
 
 class _Entry(NamedTuple):
     """A module that is running."""
 
     module: nn.Module
-    name: str | None  # None: not of the watched network
-    act: nn.Module | None  # the activation that a NormCE2d was handed
+    name: str | None  # None: not part of the observed network
+    act: nn.Module | None  # the activation passed to a NormCE2d
 
 
-class ActivationWatch(TorchDispatchMode):
+class ActivationObserver(TorchDispatchMode):
     """Inside the context, calls `before` and `after` around every activation of feature channels.
 
     Feature channels are those of 4-D maps of more than one pixel; gates and heads are left out. A
-    place is named after the innermost module that runs: `layer1.0.act1`, or `layer1.0.relu` for a
+    site is named after the innermost running module: `layer1.0.act1`, or `layer1.0.relu` for a
     function called in `layer1.0`; the second call in a pass adds `#2`. Our CUDA operators that
-    contain an activation run once more without it for what `before` wants.
+    contain an activation run a second time without it, to compute the input of `before`.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Watch `model`, or what DDP or torch.compile wrap."""
+        """Observe `model`, or the network inside it if DDP or torch.compile wrap it."""
         super().__init__()
         self.root = unwrapped(model)
         self.names: dict[int, str] = {
@@ -96,7 +96,7 @@ class ActivationWatch(TorchDispatchMode):
         self._marks: Any = WeakIdKeyDictionary()
         self._gated: Any = WeakIdKeyDictionary()  # sigmoid(x) -> x
         self._hooks = ExitStack()
-        self.readers: Readers | None = None  # who follows outputs to the weights that read them
+        self.readers: Readers | None = None  # follows outputs to the weights that read them
 
     def before(self, site: Site, x: Tensor) -> None:
         """Called with the input of an activation, which may be overwritten afterwards."""
@@ -108,7 +108,7 @@ class ActivationWatch(TorchDispatchMode):
         """Called when the network has returned."""
 
     def __enter__(self) -> Any:
-        """Start watching."""
+        """Start observing."""
         self._stack.clear()
         self._calls.clear()
         for handle in (
@@ -119,7 +119,7 @@ class ActivationWatch(TorchDispatchMode):
         return super().__enter__()
 
     def __exit__(self, *args: Any) -> None:
-        """Stop watching."""
+        """Stop observing."""
         self._hooks.close()
         super().__exit__(*args)
 
@@ -156,7 +156,7 @@ class ActivationWatch(TorchDispatchMode):
         return result
 
     def _activation(self, name: str, args: tuple[Any, ...]) -> tuple[str | None, Any]:
-        """The name of an activation, if it is one, and what it is applied to."""
+        """The name of the activation, None for other operators, and the tensor it is applied to."""
         x = args[0] if args else None
         if name in ("clamp", "clamp_min"):  # at zero from below: relu by another name
             from_zero = len(args) == 2 and isinstance(args[1], int | float) and args[1] == 0
@@ -170,7 +170,7 @@ class ActivationWatch(TorchDispatchMode):
             for x, gate in (args, args[::-1]):
                 if self._gated.get(gate) is x:
                     return "silu", x
-        return ACTIVATIONS.get(name), x
+        return ATEN_ACTIVATIONS.get(name), x
 
     def _fused(self, func: Any, args: tuple[Any, ...]) -> Any:
         place = FUSED[func] % len(args)
@@ -203,7 +203,7 @@ class ActivationWatch(TorchDispatchMode):
         return Site(name, activation, mark.norms, mark.ce, mark.dim, channels, mark.direct)
 
     def _name(self, activation: str) -> str | None:
-        """Name of the innermost module that runs, and the function if it does more than that."""
+        """Name of the innermost running module, and of the function if the module does more."""
         for entry in reversed(self._stack):
             if entry.name is None:
                 continue
@@ -214,7 +214,7 @@ class ActivationWatch(TorchDispatchMode):
         return None
 
     def _enclosing(self) -> _Mark | None:
-        """A norm that applies its activation itself and is running."""
+        """The origin of an activation inside a running norm; None outside of norms."""
         for entry in reversed(self._stack):
             if entry.name is not None and isinstance(entry.module, NormCE2d):
                 return _Mark(1, (entry.name,), f"{entry.name}.ce")
@@ -226,7 +226,7 @@ class ActivationWatch(TorchDispatchMode):
         return any(isinstance(e.module, NormCE2d) or _is_norm(e.module) for e in self._stack)
 
     def _follow(self, name: str, args: tuple[Any, ...], result: Any) -> None:
-        """Carry what is known of the arguments over to the result."""
+        """Derive the origin of the result from that of the arguments."""
         result = result[0] if isinstance(result, tuple | list) and result else result
         if not isinstance(result, Tensor):
             return
@@ -283,7 +283,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The network itself, without DDP and torch.compile around it."""
+    """The network inside DDP and torch.compile."""
     names = [name for name in WRAPPERS if isinstance(getattr(model, name, None), nn.Module)]
     if len(names) == 1 and len(list(model.children())) == 1:
         inner: nn.Module = getattr(model, names[0])

@@ -1,4 +1,4 @@
-"""What a diagnosis says, on a terminal: one row per layer, the verdict, and what it rests on."""
+"""A diagnosis on the terminal: a table with one row per layer, findings, and the verdict."""
 
 from collections.abc import Sequence
 from statistics import fmean
@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from cenet.analysis.diagnosis import Diagnosis
-from cenet.analysis.images import NOT_AN_IMAGE
+from cenet.diagnosing.images import NOT_AN_IMAGE
 
 CAPTION = (
     "ch.: channels. dormant: at most 0.1 of their layer's mean activation. rare: fire in less than "
@@ -20,9 +20,9 @@ CAPTION = (
 
 
 def print_summary(diagnosis: Diagnosis, notes: Sequence[str] = ()) -> None:
-    """Print the table, other findings, `notes`, and last the verdict."""
+    """Print the table, the findings, `notes`, and the verdict last."""
     console = Console()
-    console.print(_table(diagnosis))
+    console.print(_layer_table(diagnosis))
     for line in (*findings(diagnosis), *notes):
         console.print(line, highlight=False, markup=False)
     verdict = diagnosis.verdict
@@ -36,7 +36,7 @@ def print_summary(diagnosis: Diagnosis, notes: Sequence[str] = ()) -> None:
         console.print(f"    {verdict.command}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _table(diagnosis: Diagnosis) -> Table:
+def _layer_table(diagnosis: Diagnosis) -> Table:
     found = diagnosis
     height, width = found.data.size
     table = Table(
@@ -64,7 +64,7 @@ def _table(diagnosis: Diagnosis) -> Table:
 
 
 def findings(diagnosis: Diagnosis) -> list[str]:
-    """Accuracy, ablation, importance and files: what the verdict does not say."""
+    """Accuracy, ablation, importance and skipped files, a sentence each."""
     found, lines = diagnosis, []
     if found.accuracy is not None:
         top5 = f", top-5 {found.accuracy.top5:.2%}" if found.accuracy.classes > 5 else ""

@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from cenet.theory.best_response import water_fill
-from cenet.theory.game import Game
-from cenet.theory.uniqueness import interference_strength
+from experiments.theory.best_response import water_fill
+from experiments.theory.game import Game
+from experiments.theory.uniqueness import interference_strength
 
 # largest change of a power in the last sweep, relative to the highest water level
 SWEEP_TOLERANCE = 1e-14

@@ -1,4 +1,4 @@
-"""A folder of images as a stream of batches. Files that are no use are counted, never fatal."""
+"""A folder of images as a stream of batches. Unusable files are skipped and counted."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -24,17 +24,17 @@ class Found(NamedTuple):
     labels: list[str] | None  # names of the class folders
     classes: tuple[str, ...] | None
     skipped: list[Skipped]
-    folder: Path  # that holds all of them
+    folder: Path  # the one that holds all of them
 
 
 def find_images(folder: Path, limit: int | None = None) -> Found:
     """Images of class folders, `folder/CLASS/*`, or of a flat folder, which has no labels.
 
-    A folder with `train` and `test` (or `val`) stands for the latter.
+    Of a folder with `train` and `test` (or `val`) the latter is taken.
 
     Args:
         folder: where to look.
-        limit: take so many at random, the same in every run.
+        limit: take at most this many, chosen at random, the same in every run.
 
     Raises:
         ValueError: it is not a folder, or has no image files.
@@ -66,7 +66,7 @@ def find_images(folder: Path, limit: int | None = None) -> Found:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Links to folders are followed, which Path.rglob does not do; each folder is seen once."""
+    """All files below a folder. Links to folders are followed, each folder once."""
     seen: set[str] = set()
     files: list[Path] = []
     for place, inner, names in os.walk(folder, followlinks=True):
@@ -89,7 +89,7 @@ def _folders(folder: Path) -> list[str]:
 
 
 def _is_hidden(path: Path) -> bool:
-    """Whether it is something that other programs left behind, as .ipynb_checkpoints."""
+    """Whether a file is in a hidden folder, such as .ipynb_checkpoints."""
     return any(part.startswith(".") for part in path.parts)
 
 

@@ -1,4 +1,4 @@
-"""The page of runs and diagnoses."""
+"""Build and write the pages of `cenet report` and `cenet diagnose`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,19 +6,17 @@ from pathlib import Path
 import cenet.report.channels as channels
 import cenet.report.layers as layers
 import cenet.report.tables as tables
-from cenet.analysis.diagnosis import Diagnosis
+from cenet.analysis.diagnosis import FILE, Diagnosis
 from cenet.report.curves import training_figures, watched_figures
-from cenet.report.parts import Page, Section
-from cenet.report.shell import page_path, save_page
+from cenet.report.elements import Page, Section
+from cenet.report.formatting import count
+from cenet.report.render import page_path, save_page
 from cenet.report.sources import (
-    DIAGNOSIS,
     Source,
     from_diagnosis,
     printable,
-    read_diagnosis,
     read_sources,
 )
-from cenet.report.words import count
 
 
 def write_page(
@@ -33,7 +31,7 @@ def write_page(
     Args:
         sources: folders of `cenet train` or `cenet diagnose`, diagnosis.json files, or diagnoses.
         out: the page, NAME.html.
-        title: of the page; by default the name of the run, or how many there are.
+        title: of the page; by default the name of the run, or the number of runs.
         lead: paragraphs of plain text under the title.
 
     Returns:
@@ -56,7 +54,7 @@ def write_diagnosis_page(diagnosis: Diagnosis | Path | str, out_path: Path | str
     target = page_path(out_path)
     if not isinstance(diagnosis, Diagnosis):
         path = Path(diagnosis)
-        diagnosis = read_diagnosis(path / DIAGNOSIS if path.is_dir() else path)
+        diagnosis = Diagnosis.read(path / FILE if path.is_dir() else path)
     return save_page(build_page([from_diagnosis(diagnosis)], kind="cenet diagnose"), target)
 
 
@@ -67,7 +65,7 @@ def build_page(
     lead: Sequence[str] = (),
     kind: str = "cenet report",
 ) -> Page:
-    """Everything that can be said about the sources; sections without numbers are left out."""
+    """All sections for which the sources have numbers."""
     drawn = [
         ("channels", "What channels do", (
             layers.dormant_figure, channels.activity_figure, layers.participation_figure,
@@ -108,13 +106,13 @@ def build_page(
 
 
 LOOKS = (
-    "Grad-CAM: where the colour is strong, the image speaks for the class that the caption names; "
-    "of two it says which."
+    "Grad-CAM: red marks the evidence for the class that the caption names. Where prediction and "
+    "label differ, it says for which of them."
 )
 
 
 def _about(source: Source) -> str:
-    """What it is, how long it was trained and on how many images it was measured."""
+    """Network, epochs of training and number of images of the diagnosis, in one line."""
     said, found = [], source.diagnosis
     if source.recipe:
         said.append(f"{source.recipe.get('network')} ({source.recipe.get('block')})")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cenet.theory.game import Game
+from experiments.theory.game import Game
 
 
 class ClosedForm(NamedTuple):

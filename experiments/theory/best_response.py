@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from cenet.theory.game import Game, payoff
+from experiments.theory.game import Game, payoff
 
 
 def water_fill(floor: Tensor, budget: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
-"""`diagnose`: one pass over images, and what it says about every layer of a network."""
+"""`diagnose`: run a network over images once, and turn the statistics into a `Diagnosis`."""
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -14,40 +15,44 @@ import cenet.analysis.channels as measures
 from cenet.analysis.ablation import (
     RATIOS,
     Ablation,
+    Sample,
     channel_importance,
     cumulative_ablation,
     mean_and_error,
 )
+from cenet.analysis.activations import Site, unwrapped
 from cenet.analysis.diagnosis import (
     AblationCurve,
     Accuracy,
+    BatchNorm,
+    Beta,
     Diagnosis,
+    Gamma,
     Images,
     Importance,
     Layer,
+    Matrix,
+    Model,
     Removal,
-    Subject,
+    Spectrum,
 )
-from cenet.analysis.layer_records import (
-    THRESHOLD,
-    batch_norms,
-    layer_record,
-    matrices,
-    plain,
-)
-from cenet.analysis.recorder import Recorder
-from cenet.analysis.sample import Sample
+from cenet.analysis.recorder import Recorder, shown_channels
 from cenet.analysis.verdict import Evidence, judge
-from cenet.analysis.watching import Site, unwrapped
 from cenet.environment import environment
+from cenet.nn import BatchDecorrelation2d, ChannelEquilibrium2d, NormCE2d
+from cenet.nn.base import EquilibriumLayer
 from cenet.nn.norms import BATCH_NORMS
 from cenet.surgery import ce_sites
 
 # images that are ablated by default: a network takes them 60 times, and once for each channel
 ABLATION_IMAGES, ABLATION_IMAGES_SLOW = 512, 128
+THRESHOLD = 1e-2  # of the paper's inhibited channels
+MATRICES = 3
+MATRIX_CHANNELS = 64
+GROUP_SIZE = 16  # of the paper, where a layer has no groups of its own
 SMALL = 64 * 64  # pixels of an image that is quick on a CPU too
 
-Report = Callable[[str, int, int | None], None]  # what, steps done, of how many if known
+Report = Callable[[str, int, int | None], None]  # phase, steps done, all steps if known
 
 
 def diagnose(
@@ -58,7 +63,7 @@ def diagnose(
     ablation_images: int | Literal["all"] | None = None,
     report: Report | None = None,
 ) -> Diagnosis:
-    """Examine the channels of a network on the images of `loader`.
+    """Measure the channels of a network on the images of `loader`.
 
     Every image is seen once, and memory does not grow with their number. The accuracy under
     ablation needs many passes, so it is measured on a random sample of the images (always the same
@@ -72,8 +77,8 @@ def diagnose(
         ablation_images: size of that sample; 0 leaves ablation out, "all" takes every labelled
             image and keeps them on the device. By default 512, and 128 for images of more than
             64×64 pixels on a CPU, where ablation takes long.
-        report: called as it goes with what is done, how many steps, and of how many (None: not
-            known).
+        report: called with the phase, the steps done, and the number of all steps (None if it is
+            not known).
 
     Raises:
         ValueError: there are no images, no activations were seen, or `layer` is not one of them.
@@ -108,7 +113,7 @@ def diagnose(
         removal = _remove(network, batches, layers)
     parameters = sum(parameter.numel() for parameter in network.parameters())
     return Diagnosis(
-        model=Subject(type(network).__name__, None, parameters, untrained),
+        model=Model(type(network).__name__, None, parameters, untrained),
         environment=_environment(network, time.perf_counter() - started),
         data=Images(None, seen.images, seen.size, None, ()),
         accuracy=seen.accuracy(),
@@ -130,7 +135,7 @@ def diagnose(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Any:
-    """The network in evaluation mode; every module is then back in its own."""
+    """Put the network into evaluation mode, and every module back into its own mode at the end."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -141,7 +146,7 @@ def evaluating(model: nn.Module) -> Any:
 
 
 class _Seen:
-    """Counts of the stream."""
+    """Numbers of images seen and classified correctly."""
 
     def __init__(self) -> None:
         self.images = self.labelled = self.top1 = self.top5 = self.classes = 0
@@ -189,7 +194,7 @@ def _run(
     device = next((p.device for p in network.parameters()), torch.device("cpu"))
     recorder, sample, seen = Recorder(network), Sample(sample_size or 0), _Seen()
     for batch in loader:
-        images, labels = _parts(batch)
+        images, labels = _images_and_labels(batch)
         if not len(images):
             continue
         images = images.to(device, non_blocking=True)
@@ -210,8 +215,8 @@ def _run(
     return recorder, sample, seen
 
 
-def _parts(batch: Any) -> tuple[Tensor, Tensor | None]:
-    """Images and labels of a batch; ValueError if it is none."""
+def _images_and_labels(batch: Any) -> tuple[Tensor, Tensor | None]:
+    """Images and labels of a batch; ValueError if it is of another form."""
     parts = batch if isinstance(batch, tuple | list) and len(batch) in (1, 2) else (batch,)
     images, labels = (*parts, None)[:2]
     if not isinstance(images, Tensor) or not isinstance(labels, Tensor | None):
@@ -243,9 +248,9 @@ def find_layer(model: nn.Module, sites: dict[str, Site], wanted: str | None) -> 
 
 
 def is_untrained(network: nn.Module) -> bool:
-    """Whether every batch norm is as it was made: no statistics yet, γ constant, β zero.
+    """Whether every batch norm has its initial values: no statistics yet, γ constant, β zero.
 
-    A network without batch norms cannot be told by this and counts as trained.
+    A network without batch norms counts as trained.
     """
     norms: list[Any] = [module for module in network.modules() if isinstance(module, BATCH_NORMS)]
     kept = [norm for norm in norms if norm.running_mean is not None]
@@ -259,8 +264,136 @@ def is_untrained(network: nn.Module) -> bool:
 
 
 def without_prunable(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
-    """The same layers, none of whose channels is called prunable: they are not trained yet."""
+    """The same layers without prunable channels, for networks that are not trained yet."""
     return tuple(replace(layer, prunable=()) for layer in layers)
+
+
+def layer_record(
+    network: nn.Module, recorder: Recorder, name: str, sites: dict[str, None]
+) -> Layer:
+    """The measures of one layer; `sites` are the norms that insert_ce_ would choose."""
+    site, found, reads = recorder.sites[name], recorder.layers[name], recorder.reads.get(name)
+    mean_abs, kept = found.mean_abs, shown_channels(found.channels)
+    activity = measures.relative_activity(mean_abs)
+    error = found.mean_abs_error / mean_abs.mean()
+    contribution = None if reads is None else measures.contribution(mean_abs, reads)
+    weak = _weak(found.root_mean_square, reads, shared=name in recorder.shared)
+    correlation = measures.channel_correlation(found.mean, found.covariance)
+    duplicates = measures.duplicates(found.mean, found.covariance).nonzero().flatten()
+    # where branches are added, the norm of the longer one
+    norm = next((name for name in site.norms if name in sites), next(iter(site.norms), None))
+    ce = None if site.ce is None else network.get_submodule(site.ce)
+    assert ce is None or isinstance(ce, EquilibriumLayer)
+    spectrum = None if ce is None else measures.decorrelation_spectrum(ce)
+    gamma, beta = _affine(None if norm is None else network.get_submodule(norm))
+    return Layer(
+        name=site.name,
+        activation=site.activation,
+        norm=norm,
+        channels=site.channels,
+        height=found.size[0],
+        width=found.size[1],
+        mean_abs=plain(mean_abs),
+        activity=plain(activity),
+        dormant=_places(activity <= measures.DORMANT),
+        dormant_strict=_places(activity <= measures.DORMANT_STRICT),
+        undecided=int(((activity - measures.DORMANT).abs() <= 2 * error).sum()),
+        firing=plain(found.firing),
+        rare=_places(found.firing < measures.RARE),
+        saturated=_places(measures.saturated(mean_abs, found.deviation)),
+        duplicates=tuple(kept[place] for place in duplicates.tolist()),
+        contribution=None if contribution is None else plain(contribution),
+        prunable=_places(weak),
+        shared=name in recorder.shared,
+        participation_ratio=measures.participation_ratio(found.covariance),
+        correlation=correlation.mean,
+        correlation_in_groups=measures.group_correlation(
+            found.mean, found.covariance, kept, _group_size(ce)
+        ),
+        constant=correlation.constant,
+        magnitude=tuple(map(plain, found.magnitude)),
+        magnitude_before=tuple(map(plain, found.magnitude_before)),
+        gamma=gamma,
+        beta=beta,
+        inhibited=_places(mean_abs < THRESHOLD),
+        inhibited_ratio=measures.inhibited_ratio(mean_abs, THRESHOLD),
+        ce_site=norm in sites,
+        has_ce=ce is not None,
+        mix=None if ce is None else measures.mixing_ratio(ce),
+        spectrum=None if spectrum is None else _extremes(spectrum),
+    )
+
+
+def _weak(strength: Tensor, reads: Tensor | None, *, shared: bool) -> Tensor:
+    """Channels that contribute next to nothing, (C,) of bool.
+
+    Measured by the root mean square, which keeps channels that are strong in few images. A residual
+    connection passes a channel on without weights, so there the activity itself must be weak too.
+    """
+    weak = torch.ones_like(strength, dtype=torch.bool)
+    if reads is None or shared:
+        weak &= measures.relative_activity(strength) <= measures.DORMANT_STRICT
+    if reads is not None:
+        weak &= measures.contribution(strength, reads) <= measures.DORMANT_STRICT
+    return weak
+
+
+def batch_norms(network: nn.Module, recorder: Recorder) -> tuple[BatchNorm, ...]:
+    """β of every batch norm, and the activation that takes the norm's output unchanged."""
+    activations = {
+        site.norms[0]: site.activation for site in recorder.sites.values() if site.direct
+    }
+    found = []
+    for name, module in network.named_modules():
+        bias: Tensor | None = getattr(module, "bias", None)
+        if isinstance(module, BATCH_NORMS) and bias is not None:
+            nonpositive = int((bias <= 0).sum())
+            found.append(BatchNorm(name, len(bias), nonpositive, activations.get(name)))
+    return tuple(found)
+
+
+def _group_size(ce: EquilibriumLayer | None) -> int:
+    """Number of channels that the layer decorrelates together."""
+    bd = ce.bd if isinstance(ce, ChannelEquilibrium2d) else ce
+    return bd.group_size if isinstance(bd, BatchDecorrelation2d) else GROUP_SIZE
+
+
+def _places(which: Tensor) -> tuple[int, ...]:
+    return tuple(which.nonzero().flatten().tolist())
+
+
+def plain(values: Tensor) -> tuple[Any, ...]:
+    """Numbers, None for those that are not finite."""
+    return tuple(value if math.isfinite(value) else None for value in values.tolist())
+
+
+def _extremes(spectrum: Tensor) -> Spectrum:
+    return Spectrum(spectrum[0].item(), spectrum.median().item(), spectrum[-1].item())
+
+
+def _affine(norm: nn.Module | None) -> tuple[Gamma | None, Beta | None]:
+    norm = norm.norm if isinstance(norm, NormCE2d) else norm
+    weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
+    return (
+        None if weight is None else Gamma(*measures.weight_statistics(weight)),
+        None if bias is None else Beta(*measures.bias_statistics(bias)),
+    )
+
+
+def matrices(recorder: Recorder) -> tuple[Matrix, ...]:
+    """Correlations of an early, a middle and a late layer."""
+    names = list(recorder.layers)
+    places = {round(i * (len(names) - 1) / (MATRICES - 1)) for i in range(MATRICES)}
+    found = []
+    for name in (names[place] for place in sorted(places)):
+        layer = recorder.layers[name]
+        kept = shown_channels(layer.channels)
+        count = min(len(kept), MATRIX_CHANNELS)
+        chosen = [place * len(kept) // count for place in range(count)]
+        matrix = measures.correlation_matrix(layer.mean, layer.covariance)[chosen][:, chosen]
+        shown = tuple(kept[place] for place in chosen)
+        found.append(Matrix(name, shown, tuple(map(plain, matrix))))
+    return tuple(found)
 
 
 def _ablate(

@@ -1,4 +1,4 @@
-"""The network that `cenet diagnose` examines: by name or by run, with what it takes as input."""
+"""The network of a diagnosis, by name or from the folder of a run, and how it takes images."""
 
 from collections.abc import Callable
 from functools import partial
@@ -22,23 +22,34 @@ from cenet.train.weights import load_run, read_weights
 TORCHVISION_SIZE = 224
 
 
-class Examinee(NamedTuple):
-    """A network and the images it takes."""
+class LoadedNetwork(NamedTuple):
+    """A network with its weights, and the images it takes.
+
+    Attributes:
+        network: the module itself.
+        name: as it was asked for.
+        checkpoint: where the weights come from; None if they are random.
+        size: height and width of its images, unless other ones are asked for.
+        transform: from a size to a function from a PIL image to a normalized tensor.
+        classes: names of the class folders in the order of the logits, if known.
+        class_names: in words, where the folders have other names (ImageNet).
+        run: recipe and inputs, if it is a run of `cenet train`.
+    """
 
     network: nn.Module
     name: str
     checkpoint: str | None
     size: int
-    transform: Callable[[int], Callable[[Any], Tensor]]  # by size
-    classes: tuple[str, ...] | None  # names of their folders, in the order of the logits
-    class_names: tuple[str, ...] | None  # in words, where a folder is not called by its class
+    transform: Callable[[int], Callable[[Any], Tensor]]
+    classes: tuple[str, ...] | None
+    class_names: tuple[str, ...] | None
     run: tuple[Recipe, Inputs] | None
 
 
-def find_examinee(
+def find_network(
     model: str, checkpoint: Path | None = None, *, pretrained: bool = False
-) -> Examinee:
-    """A network by name, or that of a run.
+) -> LoadedNetwork:
+    """Load a network by name, or that of a run.
 
     Args:
         model: a timm model, torchvision/NAME, or the folder of a run of `cenet train`.
@@ -53,7 +64,7 @@ def find_examinee(
     if Path(model).is_dir():
         if pretrained or checkpoint is not None:
             option = "--pretrained" if pretrained else "--checkpoint"
-            raise ValueError(f"{model} is a run with weights of its own; leave {option} away")
+            raise ValueError(f"{model} is a run with weights of its own; remove {option}")
         return _of_run(Path(model))
     if "/" in model and not model.startswith(("torchvision/", "timm/")):
         raise ValueError(f"{model} is not a folder; give a run, a timm model or torchvision/NAME")
@@ -64,7 +75,7 @@ def find_examinee(
     weights = "pretrained" if pretrained else None if checkpoint is None else str(checkpoint)
     if model.startswith("torchvision/"):
         inputs = Inputs((), FILES_MEAN, FILES_STD)
-        return Examinee(
+        return LoadedNetwork(
             network, model, weights, TORCHVISION_SIZE,
             lambda size: _normalized(partial(shown_in_test, size=size), inputs),
             *_imagenet(network), None,
@@ -81,7 +92,7 @@ def find_examinee(
         return own
 
     size = config["input_size"][-1]
-    return Examinee(network, model, weights, size, transform, *_imagenet(network), None)
+    return LoadedNetwork(network, model, weights, size, transform, *_imagenet(network), None)
 
 
 def _loaded(model: str, checkpoint: Path) -> nn.Module:
@@ -94,7 +105,7 @@ def _loaded(model: str, checkpoint: Path) -> nn.Module:
     return network
 
 
-def _of_run(run: Path) -> Examinee:
+def _of_run(run: Path) -> LoadedNetwork:
     recipe, inputs = read_run(run, Recipe)
     network = load_run(run)
 
@@ -111,7 +122,7 @@ def _of_run(run: Path) -> Examinee:
 
         return _normalized(fitted, inputs)
 
-    return Examinee(
+    return LoadedNetwork(
         network, str(run), str(run / read_weights(run)[1]), recipe.image_size, transform,
         inputs.classes, None, (recipe, inputs),
     )  # fmt: skip
@@ -123,7 +134,7 @@ def _normalized(resize: Callable[[Any], Tensor], inputs: Inputs) -> Callable[[An
 
 
 def num_outputs(network: nn.Module) -> int:
-    """How many classes a classifier tells apart: the width of its last layer."""
+    """The number of outputs of a classifier: the width of its last layer."""
     heads = [module for module in network.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
     return 0 if not heads else heads[-1].weight.shape[0]
 

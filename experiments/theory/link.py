@@ -15,7 +15,7 @@ others have clipped: the two agree only if W is diagonal.
 import torch
 from torch import Tensor
 
-from cenet.theory.game import Game
+from experiments.theory.game import Game
 
 
 def game_of_block(features: Tensor, operator: Tensor, epsilon: float) -> Game:

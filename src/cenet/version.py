@@ -1,0 +1,8 @@
+"""The version of the installed package, which pyproject.toml decides."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+try:
+    VERSION = version("cenet")
+except PackageNotFoundError:  # torch.hub runs a checkout that nobody installed
+    VERSION = "unknown"
