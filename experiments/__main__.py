@@ -151,7 +151,8 @@ def show(chosen: dict[str, Result], arguments: argparse.Namespace) -> None:
         missing = [run for run in own if run.name not in known]
         cost = in_words(sum(seconds(run, rows) for run in missing)) if missing else ""
         count = str(len(own))
-        if later := result.later - len(result.then(Rows(arguments.results, arguments.smoke))):
+        chosen_now = len(result.then(Rows(arguments.results, arguments.smoke)))
+        if (later := result.later - chosen_now) > 0:
             count += f" + {later}"
         table.add_row(name, result.title, count, str(len(own) - len(missing)), cost)
     every = needed(chosen, arguments)

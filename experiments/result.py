@@ -70,7 +70,7 @@ class Result:
         needs: the runs; of those that are chosen among others, the others.
         build: makes it of what is there.
         then: the runs that these rows choose; none as long as they cannot.
-        later: how many runs `then` will be.
+        later: how many runs `then` will be at least.
         parts: tables that only the runs of such results fill, because they are large (`maps`,
             `cams`) or take long to measure (`ablation`).
     """

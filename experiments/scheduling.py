@@ -37,7 +37,7 @@ class Settings:
         options: of `cenet train`, as it takes them.
         jobs: runs at a time.
         processes: of each run; more than one are started by torchrun.
-        minutes: after so long, runs that are not finished save and stop.
+        minutes: after so long, trainings save and stop, and measurements finish.
         ablation_images: of the diagnosis, or "all"; None: see `ablated`.
         device: of all runs.
         commit: of the code, where git is not at hand.
@@ -147,8 +147,9 @@ class Schedule:
                     self._look_at(run)
                 if len(self.finished) > before:
                     waiting = self._waiting(todo())
+            self._wind_down()
         finally:
-            self._stop()
+            self._terminate(("train", "diagnose"))
         return [*self.under_way, *waiting]
 
     def _waiting(self, todo: list[Run]) -> list[Run]:
@@ -213,9 +214,19 @@ class Schedule:
         self.finished.append(run)
         self.say(f"{run.name} is finished")
 
-    def _stop(self) -> None:
-        """Have what is under way save and stop."""
-        processes = [process for _, process in self.under_way.values()]
+    def _wind_down(self) -> None:
+        """Have runs that train save and stop; let those that are measured get their rows.
+
+        A measurement takes seconds to minutes, and one that is stopped has to begin anew.
+        """
+        self._terminate(("train",))
+        while measured := [run for run, (kind, _) in self.under_way.items() if kind == "diagnose"]:
+            time.sleep(0.2)
+            for run in measured:
+                self._look_at(run)
+
+    def _terminate(self, kinds: tuple[str, ...]) -> None:
+        processes = [process for kind, process in self.under_way.values() if kind in kinds]
         for process in processes:
             process.send_signal(signal.SIGTERM)
         for process in processes:

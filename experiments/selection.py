@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from experiments.accuracy import Line
 from experiments.result import Built, Result, Rows
@@ -21,9 +21,17 @@ Setting = tuple[tuple[str, Any], ...]
 
 @dataclass(frozen=True)
 class Grid:
-    """Values of fields of a recipe, all of which are tried with each other."""
+    """Values of fields of a recipe, all of which are tried with each other.
 
-    fields: tuple[tuple[str, tuple[Any, ...]], ...]
+    Where the best setting lies on an edge of the grid, the search goes on beyond it: every setting
+    one step away from the best is tried, until none of them is better. A step beyond the edge of a
+    field is the ratio of its two outermost values.
+
+    Attributes:
+        fields: their names, each with its values in ascending order.
+    """
+
+    fields: tuple[tuple[str, tuple[float, ...]], ...]
 
     @property
     def settings(self) -> list[Setting]:
@@ -35,26 +43,66 @@ class Grid:
         ]
 
     def trials(self, recipe: str) -> list[Run]:
-        """The runs by which a recipe chooses."""
-        return [runs(recipe, holdout=HOLDOUT, **dict(setting))[0] for setting in self.settings]
+        """The runs of the grid itself."""
+        return [_trial(recipe, setting) for setting in self.settings]
 
-    def chosen(self, recipe: str, rows: Rows) -> Setting | None:
-        """The setting with the highest accuracy on held-out images; None until all were tried."""
-        found = [rows.values([trial], "top1", "trials") for trial in self.trials(recipe)]
-        if not all(found):
-            return None
-        best = max(range(len(found)), key=lambda i: found[i][0])
-        return self.settings[best]
+    def search(self, recipe: str, rows: Rows) -> "Search":
+        """How far the choice for a recipe is."""
+        tried = self.settings
+        while True:
+            accuracies = {}
+            for setting in tried:
+                for top1 in rows.values([_trial(recipe, setting)], "top1", "trials"):
+                    accuracies[setting] = top1
+            best = None
+            if all(setting in accuracies for setting in self.settings):
+                best = max(accuracies, key=lambda setting: accuracies[setting])
+            missing = [setting for setting in tried if setting not in accuracies]
+            if missing or best is None:
+                return Search(best, tuple(_trial(recipe, setting) for setting in missing))
+            further = [near for near in self._near(best) if near not in tried]
+            if not further:
+                return Search(best, ())
+            tried = [*tried, *further]
+
+    def _near(self, setting: Setting) -> list[Setting]:
+        """The settings one step away: one field is larger or smaller, the others are the same."""
+        found = []
+        for place, (name, values) in enumerate(self.fields):
+            value = setting[place][1]
+            for ordered in (values, values[::-1]):
+                step = ((name, _after(value, ordered)),)
+                found.append((*setting[:place], *step, *setting[place + 1 :]))
+        return found
 
     def cells(self, recipe: str, rows: Rows) -> dict[str, str]:
-        """The chosen values, for a table."""
-        setting = dict(self.chosen(recipe, rows) or ())
-        names = {"lr": "learning rate"}
+        """The chosen values, for a table; those that may change are marked."""
+        best, missing = self.search(recipe, rows)
+        setting, names = dict(best or ()), {"lr": "learning rate"}
+        mark = " (search goes on)" if missing else ""
         return {
             names.get(name, name.replace("_", " ")):
-                f"{setting[name]:g}" if setting else "not chosen"
+                f"{setting[name]:g}{mark}" if setting else "not chosen"
             for name, _ in self.fields
         }  # fmt: skip
+
+
+class Search(NamedTuple):
+    """How far the choice of a setting is."""
+
+    best: Setting | None  # of those that were tried; None until the grid was
+    missing: tuple[Run, ...]  # trials that may still find a better one
+
+
+def _after(value: float, ordered: tuple[float, ...]) -> float:
+    """The value that follows in an ordered list, or the next one beyond its end."""
+    if value in ordered[:-1]:
+        return ordered[ordered.index(value) + 1]
+    return float(f"{value * ordered[-1] / ordered[-2]:.6g}")
+
+
+def _trial(recipe: str, setting: Setting) -> Run:
+    return runs(recipe, holdout=HOLDOUT, **dict(setting))[0]
 
 
 def selection(
@@ -63,7 +111,7 @@ def selection(
 ) -> Result:  # fmt: skip
     """What is built of runs whose settings the trials of a grid choose."""
     trials = tuple(run for line in lines for run in grid.trials(line.recipe))
-    then = partial(_finals, lines, grid, seeds)
+    then = partial(_next_runs, lines, grid, seeds)
     return Result(name, title, claim, trials, build, then=then, later=seeds * len(lines))
 
 
@@ -75,13 +123,19 @@ def selected_table(
 
 
 def finals(recipe: str, grid: Grid, seeds: int, rows: Rows) -> list[Run]:
-    """The runs of a recipe with its chosen settings; none until they are."""
-    setting = grid.chosen(recipe, rows)
-    return [] if setting is None else runs(recipe, seeds, **dict(setting))
+    """The runs of a recipe with the best known settings; none before the grid was tried."""
+    best, _ = grid.search(recipe, rows)
+    return [] if best is None else runs(recipe, seeds, **dict(best))
 
 
-def _finals(lines: Sequence[Line], grid: Grid, seeds: int, rows: Rows) -> list[Run]:
-    return [run for line in lines for run in finals(line.recipe, grid, seeds, rows)]
+def _next_runs(lines: Sequence[Line], grid: Grid, seeds: int, rows: Rows) -> list[Run]:
+    """Of each line, the trials beyond the grid, or the runs of the table once there are none."""
+    found: list[Run] = []
+    for line in lines:
+        best, missing = grid.search(line.recipe, rows)
+        if best is not None:
+            found += missing or finals(line.recipe, grid, seeds, rows)
+    return found
 
 
 def _build(lines: Sequence[Line], grid: Grid, seeds: int, rows: Rows) -> Built:

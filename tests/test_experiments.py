@@ -4,6 +4,7 @@ import csv
 import json
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain, product
@@ -18,7 +19,7 @@ from experiments.lasting import parse as parse_tasks
 from experiments.lasting_result import CASES
 from experiments.result import Result, Rows
 from experiments.runs import LOOK_EVERY, DetectorRun, LastingRun, Run, runs
-from experiments.scheduling import Settings, state
+from experiments.scheduling import Schedule, Settings, state
 from experiments.selection import finals
 from experiments.speed import epochs_until
 from experiments.tables import names
@@ -311,13 +312,56 @@ def test_settings_are_chosen_by_held_out_images_once_all_were_tried(tmp_path):
     assert not any(run.is_diagnosed for run in trials)
     for place, trial in enumerate(trials):
         assert finals(recipe, GRID, 5, Rows(tmp_path)) == []
-        tables.add({"trials": [row(trial.name, top1=0.9 if place == 2 else 0.1 * place)]}, tmp_path)
+        tables.add({"trials": [row(trial.name, top1=0.9 if place == 3 else 0.1 * place)]}, tmp_path)
+    assert (trials[3].made.lr, trials[3].made.weight_decay) == (0.1, 5e-4)
     chosen = finals(recipe, GRID, 5, Rows(tmp_path))
     assert [run.seed for run in chosen] == [0, 1, 2, 3, 4]
-    assert {(r.made.lr, r.made.weight_decay, r.made.holdout) for r in chosen} == {
-        (trials[2].made.lr, trials[2].made.weight_decay, 0.0)
-    }
+    assert {(r.made.lr, r.made.weight_decay, r.made.holdout) for r in chosen} == {(0.1, 5e-4, 0.0)}
     assert all(run.is_diagnosed for run in chosen)
+
+
+def test_settings_beyond_the_grid_are_tried_as_long_as_they_are_better(tmp_path):
+    """Along (lr, weight decay): the best are 0.2, 5e-4; then 0.4, 5e-4; then nothing is better."""
+    recipe, line = "tiny_resnet18_ce", 2
+    result = RESULTS["tiny_resnets"]
+    accuracies = {(0.2, 5e-4): 0.5, (0.4, 5e-4): 0.6, (0.2, 2.5e-3): 0.55, (0.8, 5e-4): 0.59}
+
+    def tell(runs):
+        for run in runs:
+            top1 = accuracies.get((run.made.lr, run.made.weight_decay), 0.1)
+            tables.add({"trials": [row(run.name, top1=top1)]}, tmp_path)
+
+    tell(GRID.trials(recipe))
+    steps = ([(0.2, 2.5e-3), (0.4, 5e-4)], [(0.4, 1e-4), (0.4, 2.5e-3), (0.8, 5e-4)])
+    for step in steps:
+        found = result.then(Rows(tmp_path))
+        assert {run.made.holdout for run in found} == {0.1}
+        assert sorted((run.made.lr, run.made.weight_decay) for run in found) == step
+        cells = result.build(Rows(tmp_path)).table[line]
+        assert cells["learning rate"].endswith(" (search goes on)")
+        tell(found)
+    found = result.then(Rows(tmp_path))
+    assert [(run.recipe, run.seed) for run in found] == [(recipe, seed) for seed in range(5)]
+    assert {(run.made.lr, run.made.weight_decay, run.made.holdout) for run in found} == {
+        (0.4, 5e-4, 0.0)
+    }
+    cells = result.build(Rows(tmp_path)).table[line]
+    assert (cells["learning rate"], cells["weight decay"]) == ("0.4", "0.0005")
+
+
+def test_measurements_finish_when_the_time_is_over_and_trainings_stop(tmp_path, monkeypatch):
+    """Both take 60 s unless they are told to stop; the measurement writes its file after 1 s."""
+    trained, measured = Run("digits_ce", 0), Run("digits_ce", 1)
+    schedule = Schedule(Settings(runs=tmp_path, results=tmp_path, minutes=0), print)
+    for run, kind, seconds in ((trained, "train", 60), (measured, "diagnose", 1)):
+        command = [sys.executable, "-c", f"import time; time.sleep({seconds})"]
+        schedule.under_way[run] = (kind, subprocess.Popen(command))
+    written = []
+    monkeypatch.setattr(schedule, "_write", written.append)
+    began = time.monotonic()
+    assert schedule.finish(list) == [trained]
+    assert written == [measured]
+    assert time.monotonic() - began < 30
 
 
 def test_a_table_of_chosen_settings_leaves_trials_out(tmp_path):
@@ -565,7 +609,7 @@ SMALL = ("table_branches", "--smoke", "--device", "cpu", "--ablation-images", "2
 
 def trained(folder, *arguments):
     where = ("--runs", folder / "runs", "--results", folder / "rows")
-    return start("train", *(arguments or SMALL), *where)
+    return start("train", *where, *(arguments or SMALL))  # --options takes all that follows
 
 
 def measured(folder):
