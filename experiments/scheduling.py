@@ -1,8 +1,6 @@
 """Runs side by side on one device: each is `cenet train`, then `cenet diagnose`, then rows."""
 
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +15,7 @@ from cenet.analysis.diagnosis import FILE
 from cenet.train.logbook import METRICS, read_metrics
 from cenet.train.weights import WEIGHTS
 from experiments.collecting import collect, parts_of
+from experiments.launching import Command
 from experiments.runs import Run
 from experiments.tables import RESULTS, add, names
 
@@ -123,7 +122,7 @@ class Schedule:
     def __init__(self, settings: Settings, say: Callable[[str], None]) -> None:
         """Nothing is yet."""
         self.settings, self.say = settings, say
-        self.under_way: dict[Run, tuple[str, subprocess.Popen[bytes]]] = {}
+        self.under_way: dict[Run, tuple[str, Command]] = {}
         self.finished: list[Run] = []
         self.failed: list[Run] = []
 
@@ -175,14 +174,12 @@ class Schedule:
             self._start(run, "diagnose", ["cenet", *self.settings.diagnosing(run)], 1)
 
     def _start(self, run: Run, kind: str, command: list[str], processes: int) -> None:
-        launcher = [sys.executable, "-m"]
-        if processes > 1:
-            launcher += ["torch.distributed.run", "--standalone", "--nproc-per-node"]
-            launcher += [str(processes), "-m"]
         self.say(" ".join(command))
-        with self._log(run).open("ab") as log:
-            process = subprocess.Popen([*launcher, *command], stdout=log, stderr=log)
-        self.under_way[run] = (kind, process)
+        if processes > 1:
+            launcher = ["--standalone", "--nproc-per-node", str(processes), "-m"]
+            command = ["torch.distributed.run", *launcher, *command]
+        module, *arguments = command
+        self.under_way[run] = (kind, Command(module, arguments, self._log(run)))
 
     def _log(self, run: Run) -> Path:
         return self.settings.runs / f"{run.name}.log"

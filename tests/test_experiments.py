@@ -2,6 +2,7 @@
 
 import csv
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from experiments.catalogue import GRID, RESULTS
 from experiments.collecting import collect, parts_of
 from experiments.lasting import parse as parse_tasks
 from experiments.lasting_result import CASES
+from experiments.launching import Command
 from experiments.result import Result, Rows
 from experiments.runs import LOOK_EVERY, DetectorRun, LastingRun, Run, runs
 from experiments.scheduling import Schedule, Settings, state
@@ -26,6 +28,7 @@ from experiments.tables import names
 from scipy import stats
 from torch import nn
 
+import cenet
 from cenet.detection.command import parse as parse_detector
 from cenet.diagnosing.command import diagnose_named
 from cenet.models.cost import PAPER_GFLOPS as NETWORKS
@@ -349,17 +352,34 @@ def test_settings_beyond_the_grid_are_tried_as_long_as_they_are_better(tmp_path)
     assert (cells["learning rate"], cells["weight decay"]) == ("0.4", "0.0005")
 
 
+def test_a_command_has_the_arguments_log_and_exit_code_of_a_process_of_its_own(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("before\n")
+    for arguments, code in ((["--version"], 0), (["train", "nothing"], 1)):
+        command = Command("cenet", arguments, log)
+        command.wait()
+        assert command.poll() == code
+    lines = log.read_text().splitlines()
+    assert lines[:2] == ["before", f"cenet {cenet.__version__}"]
+    assert lines[-1].startswith("'nothing' is not a recipe")
+
+
 def test_measurements_finish_when_the_time_is_over_and_trainings_stop(tmp_path, monkeypatch):
     """Both take 60 s unless they are told to stop; the measurement writes its file after 1 s."""
     trained, measured = Run("digits_ce", 0), Run("digits_ce", 1)
     schedule = Schedule(Settings(runs=tmp_path, results=tmp_path, minutes=0), print)
-    for run, kind, seconds in ((trained, "train", 60), (measured, "diagnose", 1)):
-        command = [sys.executable, "-c", f"import time; time.sleep({seconds})"]
-        schedule.under_way[run] = (kind, subprocess.Popen(command))
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "sleep_for.py").write_text("import sys, time; time.sleep(float(sys.argv[1]))")
+    for run, kind, seconds in ((trained, "train", "60"), (measured, "diagnose", "1")):
+        schedule.under_way[run] = (kind, Command("sleep_for", [seconds], tmp_path / "log"))
     written = []
     monkeypatch.setattr(schedule, "_write", written.append)
     began = time.monotonic()
+    commands = {run: command for run, (_, command) in schedule.under_way.items()}
     assert schedule.finish(list) == [trained]
+    assert {run: command.poll() for run, command in commands.items()} == {
+        trained: -signal.SIGTERM, measured: 0
+    }  # fmt: skip
     assert written == [measured]
     assert time.monotonic() - began < 30
 

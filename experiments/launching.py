@@ -1,0 +1,53 @@
+"""Starts commands in processes that have the large libraries from their first moment.
+
+To import torch, torchvision and timm takes ten seconds, and longer if several processes do it at
+once; every run and every measurement would, and the GPU would wait. Here one process imports them
+and is forked for each command (the forkserver of `multiprocessing`).
+"""
+
+import multiprocessing
+import os
+import runpy
+import sys
+from pathlib import Path
+
+# none of them starts threads or looks at a GPU when it is imported
+LIBRARIES = ["torchvision", "timm", "cenet.cli", "cenet.train", "experiments.__main__"]
+
+
+class Command:
+    """A running `python -m MODULE ARGUMENTS`, with the methods of `subprocess.Popen` that we need.
+
+    Args:
+        module: what `python -m` would run.
+        arguments: of the command.
+        log: the file that its output is added to.
+    """
+
+    def __init__(self, module: str, arguments: list[str], log: Path) -> None:
+        """Start it."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(LIBRARIES)
+        self._process = context.Process(target=_run, args=(module, arguments, log))
+        self._process.start()
+
+    def poll(self) -> int | None:
+        """The exit code, -N after signal N; None as long as it runs."""
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
+        if self._process.pid is not None and self._process.is_alive():
+            os.kill(self._process.pid, number)
+
+    def wait(self) -> None:
+        """Until it has ended."""
+        self._process.join()
+
+
+def _run(module: str, arguments: list[str], log: Path) -> None:
+    with log.open("ab") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
