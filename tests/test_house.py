@@ -22,7 +22,7 @@ LEVELS = [
     (
         *(
             "kernels",
-            "kernels.modes",
+            "kernels.call",
             "kernels.launch",
             "kernels.tiles",
             "kernels.operands",
@@ -32,7 +32,7 @@ LEVELS = [
         *("kernels.statistics", "kernels.running", "kernels.mix", "kernels.mix_backward"),
         *("kernels.few_pixels", "kernels.gate", "kernels.folded_gate", "kernels.gate_backward"),
         *("kernels.group_backward", "kernels.newton", "kernels.decorrelation", "kernels.between"),
-        *("kernels.between_backward", "kernels.state"),
+        *("kernels.state", "kernels.between_backward"),
         *("kernels.replay", "kernels.layer", "kernels.preparation", "ops"),
     ),
     (

@@ -19,7 +19,7 @@ from cenet import (
     ops,
 )
 from cenet.kernels import layer
-from cenet.kernels.modes import BATCH
+from cenet.kernels.call import BATCH
 
 gpu = pytest.mark.gpu
 
@@ -114,9 +114,9 @@ def test_the_compiler_gets_the_activation_behind_a_residual(name, device, monkey
     outputs = []
     backward = layer.backward
 
-    def recorded(grad, x, y, *args):
+    def recorded(call, grad, y, state):
         outputs.append(y)
-        return backward(grad, x, y, *args)
+        return backward(call, grad, y, state)
 
     monkeypatch.setattr(layer, "backward", recorded)
     eager = MODULES[name]().to(device)

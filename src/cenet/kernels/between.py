@@ -4,15 +4,13 @@ All in one launch: a program puts the chunks together for its own channels, whic
 and so none has to wait for another.
 """
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from cenet.kernels.call import BATCH, NormCECall
 from cenet.kernels.decorrelation import decorrelate
-from cenet.kernels.gate import ROWS, WIDTH, GateWeights, Hidden, hidden_layer, span_of, tile
+from cenet.kernels.gate import ROWS, WIDTH, Hidden, hidden_layer, span_of, tile
 from cenet.kernels.launch import empty, launch
-from cenet.kernels.modes import BATCH, Mode
 from cenet.kernels.statistics import (
     IS_BATCH,
     Chunks,
@@ -108,46 +106,31 @@ def _between_kernel(
 
 
 def between(
-    found: Statistics,
-    chunks: Chunks | None,
-    shape: torch.Size,
-    group_size: int,
-    mode: Mode,
-    *,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    inv_sqrt: Tensor | None,
-    gate: GateWeights | None,
-    mix_logit: Tensor | None,
-    blend: Tensor | None,
-    norm_eps: float,
-    steps: int,
-    windows: int,
+    call: NormCECall, found: Statistics, chunks: Chunks | None, *, windows: int
 ) -> Hidden | None:
     """Fill in `found`, from what was measured; return the hidden layer if there is a gate.
 
-    Running statistics are given where the mode says so.
+    `windows` is the number of pixels that pooling leaves of a sample.
     """
-    n, channels, height, width = shape
+    n, channels, height, width = call.x.shape
+    group_size, mode, units = call.group_size, call.mode, call.units
     groups, device = ceil_div(channels, group_size), found.values.device
     columns = depths = span = 0
     hidden = None
-    if gate is not None:
-        span = span_of(n, channels, len(gate.w1))
-        columns, depths = ceil_div(len(gate.w1), WIDTH), ceil_div(channels, span)
+    if units:
+        span = span_of(n, channels, units)
+        columns, depths = ceil_div(units, WIDTH), ceil_div(channels, span)
         s = empty(device, depths) if mode.ir == BATCH else None
-        hidden = Hidden(empty(device, depths, n, len(gate.w1)), s)
+        hidden = Hidden(empty(device, depths, n, units), s)
     measured = (None,) * 6 if chunks is None else chunks[:6]
     launch(
         _between_kernel, (groups + ceil_div(n, ROWS) * columns * depths,),
-        *measured, weight, bias, running_mean, running_var, inv_sqrt, mix_logit, blend,
-        found.values, found.matrices, found.iterates, None if gate is None else found.instances[1],
-        None if gate is None else gate.w1, hidden and hidden.s, hidden and hidden.parts, n,
-        channels, height * width, 0 if gate is None else len(gate.w1), groups, windows,
+        *measured, call.weight, call.bias, call.running_mean, call.running_var, call.inv_sqrt,
+        call.mix_logit, call.blend, found.values, found.matrices, found.iterates,
+        found.instances[1] if units else None, call.w1, hidden and hidden.s,
+        hidden and hidden.parts, n, channels, height * width, units, groups, windows,
         0 if chunks is None else len(chunks.mean), 0 if chunks is None else chunks.samples,
-        columns, depths, span, norm_eps, STEPS=steps,
+        columns, depths, span, call.norm_eps, STEPS=call.steps,
         **group_constants(group_size, mode), **gate_constants(channels),
     )  # fmt: skip
     return hidden

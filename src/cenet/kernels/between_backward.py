@@ -7,19 +7,17 @@ weights.
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from cenet.kernels.between import gate_constants
+from cenet.kernels.call import ABSENT, BATCH, NormCECall
 from cenet.kernels.decorrelation import decorrelate_backward
 from cenet.kernels.gate import (
     DEPTH,
     ROWS,
     WIDTH,
-    GateState,
-    GateWeights,
     span_of,
     tile_of_units,
 )
@@ -34,26 +32,12 @@ from cenet.kernels.group_backward import collect, finish_group
 from cenet.kernels.launch import empty, launch
 from cenet.kernels.mix import Map
 from cenet.kernels.mix_backward import StatisticsGradient, Sums
-from cenet.kernels.modes import ABSENT, BATCH, Mode
-from cenet.kernels.statistics import (
-    Statistics,
-    chunk_constants,
-    group_constants,
-)
+from cenet.kernels.state import Saved
+from cenet.kernels.statistics import chunk_constants, group_constants
 from cenet.kernels.tiles import ceil_div, power_of_2
 
 # programs of eight warps that run at a time: about two on each multiprocessor
 ROOM = 272
-
-
-class SmallGradients(NamedTuple):
-    """Gradients of everything but x, in float32."""
-
-    gamma: Tensor  # (C,)
-    beta: Tensor  # (C,)
-    gate: GateWeights | None
-    mix_logit: Tensor | None
-    blend: Tensor | None
 
 
 @triton.jit(do_not_specialize=["N", "G", "splits", "together", "chunks", "columns", "depths"])
@@ -276,40 +260,29 @@ class _Gate(NamedTuple):
 
 
 def between_backward(
-    sums: Sums,
-    shape: torch.Size,
-    mapping: Map,
-    mode: Mode,
-    found: Statistics,
-    gate: GateWeights | None,
-    state: GateState | None,
-    grads: SmallGradients,
-    *,
-    mix_logit: Tensor | None,
-    blend: Tensor | None,
-    steps: int,
-    pool: int,
+    call: NormCECall, sums: Sums, mapping: Map, saved: Saved, grads: dict[str, Tensor | None]
 ) -> StatisticsGradient:
     """Everything between the two backward passes: fill in `grads`, and say what dx gets."""
-    n, channels, height, width = shape
+    n, channels, height, width = call.x.shape
+    mode, pool, units = call.mode, call.pool, call.units
+    found, state = saved.found, saved.gate
     group_size, device = mapping.group_size, found.values.device
     groups = ceil_div(channels, group_size)
     pixels, windows = height * width, ceil_div(height, pool) * ceil_div(width, pool)
-    units = 0 if gate is None else gate.w1.shape[0]
     rows, columns = ceil_div(n, ROWS), ceil_div(units, WIDTH)
 
     cut = chunk_constants(group_size, sums.splits) | gate_constants(channels)
     chunks = ceil_div(n, cut["BN"] // cut["SP"])
-    span = channels if gate is None else span_of(n, channels, units)
-    depths = 0 if gate is None else ceil_div(channels, span)
+    span = span_of(n, channels, units) if units else channels
+    depths = ceil_div(channels, span) if units else 0
     P_sums = None if sums.P is None else empty(device, chunks, groups, group_size, group_size)
     chunk_sums = empty(device, 4, chunks, channels)
-    grad_logit = empty(device, n if gate is not None else 0, channels)
+    grad_logit = empty(device, n if units else 0, channels)
     grad_hidden = empty(device, depths, n, units)
     launch(
         _first_kernel, (groups * chunks + rows * columns * depths,),
         sums.P, sums.d, sums.c, mapping.w, P_sums, chunk_sums, found.values,
-        state and state.gates[0], gate and gate.w2, state and state.inv_std, mix_logit, blend,
+        state and state.gates[0], call.w2, state and state.inv_std, call.mix_logit, call.blend,
         grad_logit, grad_hidden, n, channels, units, groups, sums.splits, sums.samples, chunks,
         columns, depths, span, **cut,
     )  # fmt: skip
@@ -320,47 +293,49 @@ def between_backward(
     columns = ceil_div(channels, WIDTH)
     given: tuple[Tensor | None, ...] = (None,) * 10
     back = None
-    if gate is not None and state is not None:
+    if state is not None:
         back = _Gate(
             empty(device, n, channels), empty(device, rows, channels),
             empty(device, rows * columns, 3), *empty(device, 2, n, units),
         )  # fmt: skip
         given = (
-            state.hidden, state.spread, grad_hidden, gate.norm_weight, gate.norm_bias, gate.w1,
+            state.hidden, state.spread, grad_hidden, call.norm_weight, call.norm_bias, call.w1,
             found.instances[1], state.gates[0], sums.d, sums.c,
         )  # fmt: skip
     constants = group_constants(group_size, mode)
     norm, ir = constants.pop("NORM"), constants.pop("IR")
-    programs = (groups if mode.bd != ABSENT else 0) + (0 if gate is None else rows * columns)
+    programs = (groups if mode.bd != ABSENT else 0) + (rows * columns if units else 0)
     if programs:
         wide = tile_of_units(max(units, 1))
         shared = {name: wide.pop(name) for name in ("num_warps", "num_stages", "WHOLE")}
         launch(
             _second_kernel, (programs,),
-            P_sums, chunk_sums, found.values, found.matrices, found.iterates, mix_logit, blend, Q,
-            pooled_offset, affine, scalars, *given, *(back or (None,) * 5), n, channels, pixels,
-            units, groups, windows, chunks, sums.splits, columns, STEPS=steps, DEPTHS=depths,
+            P_sums, chunk_sums, found.values, found.matrices, found.iterates, call.mix_logit,
+            call.blend, Q, pooled_offset, affine, scalars, *given, *(back or (None,) * 5), n,
+            channels, pixels, units, groups, windows, chunks, sums.splits, columns,
+            STEPS=call.steps, DEPTHS=depths,
             **{f"GATE_{name}": size for name, size in wide.items()}, **{**constants, **shared},
         )  # fmt: skip
 
     e, f = empty(device, 2, n, channels)
-    weights = ceil_div(units, WIDTH) * (2 * columns + 1) + 1 if gate is not None else 0
+    weights = ceil_div(units, WIDTH) * (2 * columns + 1) + 1 if units else 0
     finishers = groups * ceil_div(n, cut["BN"])
     del constants["BR"]
-    if gate is not None and finishers + weights <= ROOM:
+    if units and finishers + weights <= ROOM:
         constants["num_warps"] = 8
     launch(
         _last_kernel, (finishers + weights,),
         chunk_sums, *(back[:3] if back else (None,) * 3), found.values, found.instances,
-        state and state.inv_std, mix_logit, blend, affine, Q, e, f, grads.gamma, grads.beta,
-        scalars, state and state.hidden, gate and gate.norm_weight, gate and gate.norm_bias,
-        *(back[3:] if back else (None,) * 2), grad_logit, *(grads.gate or (None,) * 4),
-        grads.mix_logit, grads.blend, n, channels, pixels, units, groups, chunks, rows,
-        rows * columns, finishers, columns, BN=cut["BN"], NORM=norm, IR=ir,
-        WEIGHED=mapping.w is not None, POOLED=pooled_offset is not None, GP=power_of_2(groups),
-        GATE_BW=WIDTH, GATE_BK=power_of_2(min(n, DEPTH)), **constants,
+        state and state.inv_std, call.mix_logit, call.blend, affine, Q, e, f, grads["weight"],
+        grads["bias"], scalars, state and state.hidden, call.norm_weight, call.norm_bias,
+        *(back[3:] if back else (None,) * 2), grad_logit, grads["w1"], grads["norm_weight"],
+        grads["norm_bias"], grads["w2"], grads["mix_logit"], grads["blend"], n, channels, pixels,
+        units, groups, chunks, rows, rows * columns, finishers, columns, BN=cut["BN"], NORM=norm,
+        IR=ir, WEIGHED=mapping.w is not None, POOLED=pooled_offset is not None,
+        GP=power_of_2(groups), GATE_BW=WIDTH, GATE_BK=power_of_2(min(n, DEPTH)), **constants,
     )  # fmt: skip
-    if gate is None and grads.blend is not None:
+    grad_blend = grads["blend"]
+    if not units and grad_blend is not None:
         through_W, through_w = scalars.sum(0)
-        grads.blend.copy_(through_W - through_w)
+        grad_blend.copy_(through_W - through_w)
     return StatisticsGradient(Q, e, f, pooled_offset)

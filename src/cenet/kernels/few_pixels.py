@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cenet.kernels.call import ACTIVATIONS
 from cenet.kernels.launch import empty, launch
 from cenet.kernels.mix import Map
 from cenet.kernels.mix_backward import StatisticsGradient, Sums
-from cenet.kernels.modes import ACTIVATIONS
 from cenet.kernels.moments import Parts
 from cenet.kernels.statistics import chunk_constants
 from cenet.kernels.tiles import (

@@ -4,12 +4,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cenet.functional import GATE_NORM_EPS
+from cenet.functional import GATE_NORM_EPS, Gate
+from cenet.kernels.call import AVERAGES
 from cenet.kernels.gate import (
     DEPTH,
     ROWS,
     WIDTH,
-    GateWeights,
     gate_kernel,
     load_block,
     store_block,
@@ -18,12 +18,12 @@ from cenet.kernels.gate import (
 )
 from cenet.kernels.launch import empty, launch
 from cenet.kernels.moments import Parts
-from cenet.kernels.running import NOTHING
 from cenet.kernels.tiles import ceil_div, dot, power_of_2
 
 # of the hidden layer and of samples, at most: programs are few
 PARTS = 8
 SPLITS = 8
+NO_AVERAGES = (None,) * len(AVERAGES)
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def _folded_hidden_kernel(
 def folded_gate(
     parts: Parts,
     pixels: int,
-    weights: GateWeights,
+    weights: Gate,
     inv_std: Tensor,
     share: Tensor,
     offset: Tensor,
@@ -98,8 +98,8 @@ def folded_gate(
     launch(
         gate_kernel, (blocks,),
         hidden, None, inv_std, weights.norm_weight, weights.norm_bias, weights.w2, None, None,
-        share, offset, None, None, None, None, w, *NOTHING[:7], None, None, n, channels, units,
-        0.0, GATE_NORM_EPS, blocks, 0, 1.0, *NOTHING.momenta, DEPTHS=depths,
-        DP=power_of_2(depths), **tile_of_units(units),
+        share, offset, None, None, None, None, w, *NO_AVERAGES, None, None, n, channels, units,
+        0.0, GATE_NORM_EPS, blocks, 0, 1.0, 0.0, 0.0, 0.0, DEPTHS=depths, DP=power_of_2(depths),
+        **tile_of_units(units),
     )  # fmt: skip
     return w

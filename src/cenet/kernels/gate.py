@@ -13,8 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from cenet.functional import GATE_NORM_EPS
+from cenet.kernels.call import NormCECall
 from cenet.kernels.launch import launch
-from cenet.kernels.running import JOBS, NOTHING, Averages, average, numbers
+from cenet.kernels.running import JOBS, average, matrix_entries_and_correction
 from cenet.kernels.statistics import (
     IS_BATCH,
     Statistics,
@@ -32,15 +33,6 @@ DEPTH = 64
 WARPS = 4
 MOST_DEPTH = 128
 PARTS = 4  # of the hidden layer at most, which programs compute apart from each other
-
-
-class GateWeights(NamedTuple):
-    """The gate's parameters, with H hidden units."""
-
-    w1: Tensor  # (H, C)
-    norm_weight: Tensor  # (H,)
-    norm_bias: Tensor  # (H,)
-    w2: Tensor  # (C, H)
 
 
 class Hidden(NamedTuple):
@@ -304,35 +296,20 @@ def gate_kernel(
             )  # fmt: skip
 
 
-def gate_forward(
-    hidden: Hidden,
-    weights: GateWeights,
-    state: GateState,
-    running_inv_std: Tensor | None,
-    mix_logit: Tensor | None,
-    blend: Tensor | None,
-    eps: float,
-    averages: Averages | None,
-    found: Statistics,
-    count: int,
-) -> None:
-    """Fill in `state`, from the hidden layer that `between` has made, and move running averages.
-
-    `found` is what they move to; `count` are the values of a channel.
-    """
+def gate_forward(call: NormCECall, hidden: Hidden, state: GateState, found: Statistics) -> None:
+    """Fill in `state`, from the hidden layer that `between` has made, and move running averages."""
     depths, n, units = hidden.parts.shape
-    channels = weights.w2.shape[0]
+    channels = call.x.shape[1]
     blocks = ceil_div(n, ROWS) * ceil_div(channels, WIDTH)
-    moving = averages is not None
-    averages = averages or NOTHING
-    _, entries, correction = numbers(averages, found.values, count)
+    averages = call.averages()
+    moving = any(average is not None for average in averages)
     launch(
         gate_kernel, (blocks + (JOBS if moving else 0),),
-        hidden.parts, hidden.s, running_inv_std, weights.norm_weight, weights.norm_bias,
-        weights.w2, mix_logit, blend, None, None, state.hidden, state.spread, state.gates[0],
-        state.inv_std, state.gates[1], *averages[:7], found.values if moving else None,
-        found.matrices if moving else None, n, channels, units, eps, GATE_NORM_EPS, blocks,
-        entries, correction, *averages.momenta, DEPTHS=depths, DP=power_of_2(depths),
+        hidden.parts, hidden.s, call.inv_std, call.norm_weight, call.norm_bias, call.w2,
+        call.mix_logit, call.blend, None, None, state.hidden, state.spread, state.gates[0],
+        state.inv_std, state.gates[1], *averages, found.values if moving else None,
+        found.matrices if moving else None, n, channels, units, call.eps, GATE_NORM_EPS, blocks,
+        *matrix_entries_and_correction(call), *call.momenta, DEPTHS=depths, DP=power_of_2(depths),
         **tile_of_units(units),
     )  # fmt: skip
 

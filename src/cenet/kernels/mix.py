@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cenet.kernels.call import ACTIVATIONS
 from cenet.kernels.launch import launch
-from cenet.kernels.modes import ACTIVATIONS
 from cenet.kernels.operands import map_of_x, operand_of, shift_of, transform
 from cenet.kernels.tiles import (
     Tile,

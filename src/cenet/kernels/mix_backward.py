@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cenet.kernels.call import ACTIVATIONS
 from cenet.kernels.launch import empty, launch
 from cenet.kernels.mix import TILES as MAP_TILES
 from cenet.kernels.mix import Map, cuts, grid, pointers, sizes, tile_constants
-from cenet.kernels.modes import ACTIVATIONS
 from cenet.kernels.operands import add_transposed, map_of_x, operand_of, shift_of, transform
 from cenet.kernels.pooling import ADD_TILE, add_pooled_kernel, pooled_walk
 from cenet.kernels.tiles import (

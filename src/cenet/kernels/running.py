@@ -4,33 +4,15 @@ The rule is that of `nn.running.average_`: a non-finite batch changes nothing an
 The programs run beside those of the gate, or in a launch of their own.
 """
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from cenet.kernels.call import NormCECall
 from cenet.kernels.launch import launch
 
 JOBS = 3
 BLOCK = tl.constexpr(2048)
-
-
-class Averages(NamedTuple):
-    """Values to move towards those of a batch, and how often that was done; None stays out."""
-
-    mean: Tensor | None  # (C,)
-    var: Tensor | None  # (C,)
-    norm_count: Tensor | None  # ()
-    inv_sqrt: Tensor | None  # (G, K, K)
-    bd_count: Tensor | None  # ()
-    inv_std: Tensor | None  # ()
-    ir_count: Tensor | None  # ()
-    # of norm, BD and IR; negative to weigh all batches alike
-    momenta: tuple[float, float, float]
-
-
-NOTHING = Averages(*(None,) * 7, (0.0, 0.0, 0.0))
 
 
 @triton.jit
@@ -155,29 +137,25 @@ def _average_kernel(
 
 
 def average_(
-    averages: Averages,
-    values: Tensor,
-    batch_inv_sqrt: Tensor,
-    batch_inv_std: Tensor | None,
-    count: int,
+    call: NormCECall, values: Tensor, inv_sqrt: Tensor, inv_std: Tensor | None = None
 ) -> None:
-    """Move averages in a launch of their own.
+    """Move the averages of `call` in a launch of their own.
 
     Args:
-        averages: what to move.
+        call: says which averages move, and with which momenta.
         values: as in `statistics.Statistics`.
-        batch_inv_sqrt, batch_inv_std: values of this batch.
-        count: values per channel in this batch, for the unbiased variance.
+        inv_sqrt, inv_std: W and s^{-1/2} of this batch.
     """
-    channels, entries, correction = numbers(averages, values, count)
     launch(
         _average_kernel, (JOBS,),
-        *averages[:7], values[0], values[5], batch_inv_sqrt, batch_inv_std, channels, entries,
-        correction, *averages.momenta, num_warps=8,
+        *call.averages(), values[0], values[5], inv_sqrt, inv_std, values.shape[1],
+        *matrix_entries_and_correction(call), *call.momenta, num_warps=8,
     )  # fmt: skip
 
 
-def numbers(averages: Averages, values: Tensor, count: int) -> tuple[int, int, float]:
-    """Channels, entries of the matrices, and what makes the variance unbiased."""
-    entries = 0 if averages.inv_sqrt is None else averages.inv_sqrt.numel()
-    return values.shape[1], entries, count / max(count - 1, 1)
+def matrix_entries_and_correction(call: NormCECall) -> tuple[int, float]:
+    """Number of entries of W, and the factor that makes the variance of the batch unbiased."""
+    matrices = call.average_inv_sqrt
+    n, _, height, width = call.x.shape
+    count = n * height * width
+    return 0 if matrices is None else matrices.numel(), count / max(count - 1, 1)

@@ -8,22 +8,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from cenet.kernels.call import ABSENT, BATCH, NormCECall
 from cenet.kernels.gate import GateState
-from cenet.kernels.modes import ABSENT, BATCH, Mode
 from cenet.kernels.statistics import Statistics
 
 ALIGNMENT = 4  # elements: 16 bytes, by which kernels load
-
-
-class Shape(NamedTuple):
-    """All that sizes depend on."""
-
-    samples: int
-    channels: int
-    units: int  # of the gate, 0 without one
-    group_size: int
-    steps: int
-    mode: Mode
 
 
 class Saved(NamedTuple):
@@ -33,30 +22,31 @@ class Saved(NamedTuple):
     gate: GateState | None
 
 
-def size(shape: Shape) -> int:
+def state_size(call: NormCECall) -> int:
     """Elements of the tensor, of float32."""
-    return sum(_room(part) for part in _parts(shape))
+    return sum(_room(part) for part in _parts(call))
 
 
-def unpack(state: Tensor, shape: Shape) -> Saved:
-    """Its parts, which share its memory."""
+def unpack(state: Tensor, call: NormCECall) -> Saved:
+    """The parts of the tensor, which share its memory."""
     begin, views = 0, []
-    for part in _parts(shape):
+    for part in _parts(call):
         views.append(state[begin : begin + prod(part)].view(part))
         begin += _room(part)
-    return Saved(Statistics(*views[:4]), GateState(*views[4:]) if shape.units else None)
+    return Saved(Statistics(*views[:4]), GateState(*views[4:]) if call.units else None)
 
 
-def _parts(shape: Shape) -> list[tuple[int, ...]]:
-    """Shapes of what `Statistics` and `GateState` hold."""
-    samples, channels, units, group_size, steps, mode = shape
+def _parts(call: NormCECall) -> list[tuple[int, ...]]:
+    """Shapes of the fields of `Statistics` and `GateState`."""
+    samples, channels = call.x.shape[:2]
+    units, group_size, mode = call.units, call.group_size, call.mode
     groups = -(-channels // group_size)
     side = group_size if mode.bd != ABSENT else 0
     parts: list[tuple[int, ...]] = [
         (10, channels),
         (2, samples if mode.ir != ABSENT else 0, channels),
         (3, groups, side, side),
-        (groups if mode.bd == BATCH else 0, 3 * steps, group_size, group_size),
+        (groups if mode.bd == BATCH else 0, 3 * call.steps, group_size, group_size),
     ]
     if units:
         parts += [(samples, units), (samples,), (2, samples, channels), ()]

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cenet.kernels.call import BATCH, RUNNING, Mode
 from cenet.kernels.launch import empty, launch
-from cenet.kernels.modes import BATCH, RUNNING, Mode
 from cenet.kernels.moments import Parts
 from cenet.kernels.tiles import ceil_div, dot, power_of_2
 

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cenet.kernels.call import ACTIVATIONS
 from cenet.kernels.launch import INTERPRETED
-from cenet.kernels.modes import ACTIVATIONS
 
 NONE = tl.constexpr(ACTIVATIONS["none"])
 RELU = tl.constexpr(ACTIVATIONS["relu"])
