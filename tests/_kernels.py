@@ -20,11 +20,10 @@ from _reference import Block, Parameters, activate, decorrelate, normalize, rewe
 from cenet import ops
 from cenet.functional import Gate
 from cenet.kernels import layer
+from cenet.kernels.averages import average_
 from cenet.kernels.call import AVERAGES, PARAMETERS, Mode, NormCECall
 from cenet.kernels.folded_gate import SPLITS, folded_gate
 from cenet.kernels.moments import measure
-from cenet.kernels.running import average_
-from cenet.kernels.state import Saved, unpack
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="triton compiles here")
@@ -227,8 +226,8 @@ class Kernels:
         with poisoned():
             return layer.forward(self.call)
 
-    def saved(self, state: Tensor) -> Saved:
-        return unpack(state, self.call)
+    def saved(self, state: Tensor) -> layer.Saved:
+        return layer.unpack(state, self.call)
 
     def backward(self, upstream: Tensor, y: Tensor, state: Tensor) -> dict[str, Tensor]:
         needed = y if self.case.residual and self.case.act != "none" else None
@@ -315,7 +314,7 @@ def check(case: Launch, rtol: float | None = None) -> None:
         assert_close(f"gradient of {name}", grads.get(name), value, rtol)
 
 
-def measured(saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+def measured(saved: layer.Saved) -> tuple[Tensor, Tensor, Tensor]:
     """Instance mean and variance (N, C), covariance (G, K, K) of a launch without a norm."""
     found = saved.found
     origin = found.values[8] + found.values[0]

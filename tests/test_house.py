@@ -1,4 +1,4 @@
-"""The walls of the house, enforced: import direction, the public façade, file length, the docs."""
+"""The walls of the house, enforced: import direction, the public façade, the docs."""
 
 import ast
 import re
@@ -20,24 +20,12 @@ SOURCE = ROOT / "src" / "cenet"
 LEVELS = [
     ("functional",),
     (
-        *(
-            "kernels",
-            "kernels.call",
-            "kernels.launch",
-            "kernels.tiles",
-            "kernels.operands",
-            "kernels.pooling",
-            "kernels.moments",
-        ),
-        *("kernels.statistics", "kernels.running", "kernels.mix", "kernels.mix_backward"),
-        *("kernels.few_pixels", "kernels.gate", "kernels.folded_gate", "kernels.gate_backward"),
-        *("kernels.group_backward", "kernels.newton", "kernels.decorrelation", "kernels.between"),
-        *("kernels.state", "kernels.between_backward"),
-        *("kernels.replay", "kernels.layer", "kernels.preparation", "ops"),
+        *("kernels", "kernels.call", "kernels.launch", "kernels.tiles", "kernels.pooling"),
+        *("kernels.moments", "kernels.norm", "kernels.decorrelation", "kernels.averages"),
+        *("kernels.gate", "kernels.folded_gate", "kernels.mix", "kernels.small_maps"),
+        *("kernels.coefficients", "kernels.layer", "kernels.preparation", "ops"),
     ),
     (
-        "nn.running",
-        "nn.tracing",
         "nn.ranks",
         "nn.statistics",
         "nn.norms",
@@ -182,11 +170,6 @@ def test_imports_point_downwards(path):
         assert name in ORDER, f"{name} has no place in the house yet"
         upwards = {other for other in imported(path) if ORDER[other] >= ORDER[name]}
         assert not upwards
-
-
-@pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_files_hold_one_idea(path):
-    assert len(path.read_text().splitlines()) <= 400
 
 
 def test_public_names():

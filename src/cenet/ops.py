@@ -8,7 +8,7 @@ The operators take CUDA tensors. CPU tensors, float64, export and second derivat
 `functional`; `use_kernels` decides, and `backend` overrides it.
 
 `kernels.call.NormCECall` describes the arguments of norm_ce. Its second result, `state`, is one
-tensor with all that the backward pass needs besides x (`kernels.state`).
+tensor with all that the backward pass needs besides x (`kernels.layer.Saved`).
 """
 
 import os
@@ -163,7 +163,7 @@ def _device_of(x: Tensor) -> AbstractContextManager[Any]:
 
 
 def _fake_norm_ce(*args: Any) -> tuple[Tensor, Tensor]:
-    from cenet.kernels.state import state_size
+    from cenet.kernels.layer import state_size
 
     call = NormCECall(*args)
     return _dense_like(call.x), call.x.new_empty(state_size(call), dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""The gate of a folded layer, from what was measured, in two launches and without gradients."""
+"""The gate of a folded layer: two launches, from the measured moments, without gradients."""
 
 import triton
 import triton.language as tl
@@ -20,7 +20,7 @@ from cenet.kernels.launch import empty, launch
 from cenet.kernels.moments import Parts
 from cenet.kernels.tiles import ceil_div, dot, power_of_2
 
-# of the hidden layer and of samples, at most: programs are few
+# upper bounds on parts of the hidden layer and on splits per sample
 PARTS = 8
 SPLITS = 8
 NO_AVERAGES = (None,) * len(AVERAGES)

@@ -1,31 +1,39 @@
 """Norm → CE → activation on the kernels: the launches of a forward and of a backward pass.
 
     forward     measure x → condense → coefficients → gate → mix
-    backward    reduce (grad, x) → three launches of coefficients_backward → mix_backward
+    backward    reduce x, grad → coefficients_backward (three launches) → dx
 
-Each pass is recorded the first time and replayed afterwards (`replay`).
+Each pass is recorded the first time and replayed afterwards (`launch.replay`). The forward pass
+leaves all that its backward pass needs, besides x, in one tensor, `state`: one tensor is allocated,
+handed through autograd and saved in less time than eight.
 """
 
 from collections.abc import Callable
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cenet.functional import Gate
-from cenet.kernels import few_pixels, mix, mix_backward
-from cenet.kernels.between import between
-from cenet.kernels.between_backward import between_backward
+from cenet.kernels import mix, small_maps
+from cenet.kernels.averages import average_
 from cenet.kernels.call import ABSENT, BATCH, PARAMETERS, NormCECall, gradient_sizes
+from cenet.kernels.coefficients import coefficients, coefficients_backward
 from cenet.kernels.folded_gate import SPLITS, folded_gate
-from cenet.kernels.gate import gate_forward
-from cenet.kernels.launch import empty, empty_like
-from cenet.kernels.moments import measure
-from cenet.kernels.replay import replay
-from cenet.kernels.running import average_
-from cenet.kernels.state import Saved, state_size, unpack
-from cenet.kernels.statistics import condense
-from cenet.kernels.tiles import ceil_div, is_channels_last
+from cenet.kernels.gate import GateState, gate_forward
+from cenet.kernels.launch import empty, empty_like, replay
+from cenet.kernels.moments import Statistics, condense, measure
+from cenet.kernels.tiles import ROWS_OF_VALUES, ceil_div, is_channels_last, is_small_map
+
+ALIGNMENT = 4  # elements: 16 bytes, the widest load of a kernel
+
+
+class Saved(NamedTuple):
+    """All that the backward pass needs besides x (and y, if there was a residual)."""
+
+    found: Statistics
+    gate: GateState | None
 
 
 class Gradients(NamedTuple):
@@ -56,24 +64,24 @@ def _forward(
     _, _, height, width = x.shape
     saved = unpack(state, call)
     high, wide = ceil_div(height, call.pool), ceil_div(width, call.pool)
-    few = _has_few_pixels(x, call)
+    small_map = _is_small(call)
     chunks = None
     if BATCH in mode or mode.ir != ABSENT:
         gram = mode.bd == BATCH
-        if few:
-            parts = few_pixels.measure(x, call.group_size, gram=gram)
+        if small_map:
+            parts = small_maps.measure(x, call.group_size, gram=gram)
         else:
             parts = measure(x, call.group_size, gram=gram, pool=call.pool, weight=call.weight)
         chunks = condense(
             parts, saved.found.instances, height * width, high * wide,
             ceil_div(high, parts.splits) * wide, call.group_size,
         )  # fmt: skip
-    hidden = between(call, saved.found, chunks, windows=high * wide)
+    hidden = coefficients(call, saved.found, chunks, windows=high * wide)
     if hidden is not None and saved.gate is not None:
         gate_forward(call, hidden, saved.gate, saved.found)
     elif any(average is not None for average in call.averages()):
         average_(call, saved.found.values, saved.found.matrices[0])
-    (few_pixels if few else mix).forward(x, y, _map(call, saved), residual)
+    (small_maps if small_map else mix).forward(x, y, _map(call, saved), residual)
 
 
 def backward(call: NormCECall, grad: Tensor, y: Tensor | None, state: Tensor) -> Gradients:
@@ -102,15 +110,16 @@ def _backward(
 ) -> None:
     saved = unpack(state, call)
     mapping = _map(call, saved)
-    few = _has_few_pixels(x, call)
-    sums = (few_pixels if few else mix_backward).reduce(x, grad, mapping, y, masked)
-    through = between_backward(call, sums, mapping, saved, parameter_gradients(call, small))
+    small_map = _is_small(call)
+    sums = (small_maps if small_map else mix).reduce(x, grad, mapping, y, masked)
+    grads = parameter_gradients(call, small)
+    through = coefficients_backward(call, sums, mapping, saved.found, saved.gate, grads)
     g = grad if masked is None else masked
-    if few:
-        few_pixels.backward(x, g, dx, mapping, through, masked=masked is not None)
+    if small_map:
+        small_maps.backward(x, g, dx, mapping, through, masked=masked is not None)
     else:
         pool = call.pool
-        mix_backward.backward(x, g, dx, mapping, through, pool=pool, masked=masked is not None)
+        mix.backward(x, g, dx, mapping, through, pool=pool, masked=masked is not None)
 
 
 def parameter_gradients(call: NormCECall, small: Tensor) -> dict[str, Tensor | None]:
@@ -136,7 +145,7 @@ def folded(
 ) -> Tensor:
     """act((M + Diag(w_n)) (x + shift) [+ residual]) of a folded layer, without gradients.
 
-    `values` (5, C) are −shift, 1, 1, 0 and 0: the first rows of `statistics.Statistics.values`.
+    `values` (5, C) are −shift, 1, 1, 0 and 0: center, rstd, γ, β and offset of the map.
     """
     x = dense(x)
     residual = None if residual is None else like(residual, x)
@@ -144,19 +153,54 @@ def folded(
     group_size = 16 if matrix is None else matrix.shape[-1]
 
     def run() -> None:
-        few = few_pixels.has_few_pixels(x)
-        if few:
-            parts = few_pixels.measure(x, group_size, gram=False)
+        small_map = is_small_map(x)
+        if small_map:
+            parts = small_maps.measure(x, group_size, gram=False)
         else:
             parts = measure(x, group_size, gram=False, most_splits=SPLITS)
         w = folded_gate(parts, x.shape[2] * x.shape[3], gate, inv_std, share, offset)
         mapping = mix.Map(values, matrix, w, group_size, *act)
-        (few_pixels if few else mix).forward(x, y, mapping, residual)
+        (small_maps if small_map else mix).forward(x, y, mapping, residual)
 
     key = ("folded", x.shape, is_channels_last(x), len(gate.w1), group_size, act)
     tensors = (x, residual, y, values, matrix, *gate, inv_std, share, offset)
     replay(key, tensors, x.device, run)
     return y
+
+
+def state_size(call: NormCECall) -> int:
+    """Elements of the tensor, of float32."""
+    return sum(_room(part) for part in _parts(call))
+
+
+def unpack(state: Tensor, call: NormCECall) -> Saved:
+    """The parts of the tensor, which share its memory."""
+    begin, views = 0, []
+    for part in _parts(call):
+        views.append(state[begin : begin + prod(part)].view(part))
+        begin += _room(part)
+    return Saved(Statistics(*views[:4]), GateState(*views[4:]) if call.units else None)
+
+
+def _parts(call: NormCECall) -> list[tuple[int, ...]]:
+    """Shapes of the fields of `Statistics` and `GateState`."""
+    samples, channels = call.x.shape[:2]
+    units, group_size, mode = call.units, call.group_size, call.mode
+    groups = -(-channels // group_size)
+    side = group_size if mode.bd != ABSENT else 0
+    parts: list[tuple[int, ...]] = [
+        (ROWS_OF_VALUES, channels),
+        (2, samples if mode.ir != ABSENT else 0, channels),
+        (3, groups, side, side),
+        (groups if mode.bd == BATCH else 0, 3 * call.steps, group_size, group_size),
+    ]
+    if units:
+        parts += [(samples, units), (samples,), (2, samples, channels), ()]
+    return parts
+
+
+def _room(part: tuple[int, ...]) -> int:
+    return -(-prod(part) // ALIGNMENT) * ALIGNMENT
 
 
 def dense(x: Tensor) -> Tensor:
@@ -183,8 +227,8 @@ def _run(
     return replay(key, tensors, x.device, run)
 
 
-def _has_few_pixels(x: Tensor, call: NormCECall) -> bool:
-    return call.pool == 1 and few_pixels.has_few_pixels(x)
+def _is_small(call: NormCECall) -> bool:
+    return call.pool == 1 and is_small_map(call.x)
 
 
 def _map(call: NormCECall, saved: Saved) -> mix.Map:

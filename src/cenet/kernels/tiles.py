@@ -1,4 +1,8 @@
-"""How a kernel walks over x: tiles of pixels × channels, and what every kernel does with a tile."""
+"""How kernels walk over x, tile by tile, and the device functions that all of them share.
+
+In order: cutting x up into tiles; finding a program's part of it; loading the map and its
+per-channel values; what tensor cores multiply, and how exactly; activations and their gradients.
+"""
 
 from collections.abc import Mapping
 from functools import cache
@@ -10,16 +14,38 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cenet.kernels.call import ACTIVATIONS
+from cenet.kernels.call import ACTIVATIONS, BATCH, RUNNING
 from cenet.kernels.launch import INTERPRETED
 
+IS_BATCH = tl.constexpr(BATCH)
+IS_RUNNING = tl.constexpr(RUNNING)
 NONE = tl.constexpr(ACTIVATIONS["none"])
 RELU = tl.constexpr(ACTIVATIONS["relu"])
 LEAKY_RELU = tl.constexpr(ACTIVATIONS["leaky_relu"])
-# of a sample: a program puts together as many at most
+
+# Rows of `values`, (10, C): what is known of each channel. The first five are the map's.
+CENTER = tl.constexpr(0)  # x̂ = (x − center) · rstd
+RSTD = tl.constexpr(1)
+GAMMA = tl.constexpr(2)  # γ of the norm, 1 without one
+BETA = tl.constexpr(3)  # β of the norm; the center without one, as x = x̂ + center
+OFFSET = tl.constexpr(4)  # αλ W β
+VARIANCE = tl.constexpr(5)  # of the batch
+MEAN = tl.constexpr(6)  # of x̂ over the batch; of the pooled x̂ where the covariance is pooled
+SCALE = tl.constexpr(7)  # γ · rstd
+ORIGIN = tl.constexpr(8)  # origin − center; instance means are stored as distances from the origin
+SPREAD = tl.constexpr(9)  # sum of the instance variances
+ROWS_OF_VALUES = 10
+
+# upper bound on splits per sample: one program later reduces over all of them
 MOST_SPLITS = 128
-# with fewer, the device is not full
+# with fewer programs the device is not full
 FEW_PROGRAMS = 256
+# maps of at most so many pixels have kernels of their own: with more, a sample fills a tile
+SMALL_MAP = 8
+# distance of a mean from 0, in standard deviations, beyond which x is shifted before products
+FAR = tl.constexpr(16.0)
+# largest entry of a matrix in float16: one that is smaller by 28 binary digits is still normal
+LARGEST = tl.constexpr(2.0**14)
 
 
 class Tile(NamedTuple):
@@ -119,6 +145,11 @@ def is_raw(x: Tensor) -> bool:
     return x.dtype != torch.float32 and height * width >= 16 and n * height * width > 512
 
 
+def is_small_map(x: Tensor) -> bool:
+    """Whether x has so few pixels that `small_maps` takes it."""
+    return x.shape[2] * x.shape[3] <= SMALL_MAP
+
+
 def ceil_div(value: int, by: int) -> int:
     """value / by, rounded up."""
     return -(-value // by)
@@ -173,15 +204,6 @@ def locate(
 
 
 @triton.jit
-def load_w(w_ptr, n, channel, valid, C, BC: tl.constexpr):
-    """w_n for the channels of a block, 0 if there is none."""
-    if w_ptr is None:
-        return tl.zeros((BC,), tl.float32)
-    else:
-        return tl.load(w_ptr + n * C + channel, mask=valid, other=0.0)
-
-
-@triton.jit
 def tile_offsets(
     n, begin, channel, C, L, ALIGN: tl.constexpr, BL: tl.constexpr, CHANNELS_LAST: tl.constexpr
 ):
@@ -193,23 +215,6 @@ def tile_offsets(
     else:
         stride = tl.cast(L // ALIGN * ALIGN, tl.int64)
         return n * C * stride + begin + pixel[:, None] + channel[None, :] * stride
-
-
-@triton.jit
-def round_to(values, DTYPE: tl.constexpr):
-    """float32 values in another dtype, rounded to nearest (the interpreter cuts bfloat16 off)."""
-    if INTERPRETED and tl.bfloat16 == DTYPE:
-        bits = values.to(tl.int32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
-        values = bits.to(tl.float32, bitcast=True)
-    return values.to(DTYPE)
-
-
-@triton.jit
-def in_two_parts(values, DTYPE: tl.constexpr):
-    """values = first + second, both in a dtype that alone would not hold them."""
-    first = round_to(values, DTYPE)
-    return first, round_to(values - first.to(tl.float32), DTYPE)
 
 
 @triton.jit
@@ -264,6 +269,106 @@ def first_row(matrix):
 
 
 @triton.jit
+def at_least_0(values):
+    """The larger of a value and 0; a NaN stays."""
+    return tl.maximum(values, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def sign_of(values):
+    """+1 or −1, never 0."""
+    return tl.where(values.to(tl.int32, bitcast=True) < 0, -1.0, 1.0)
+
+
+@triton.jit
+def pivot_of(base, begin, count, channel, valid, C, L, CHANNELS_LAST: tl.constexpr):
+    """A value per channel near its mean: the average of four pixels."""
+    pivot = tl.zeros_like(channel).to(tl.float32)
+    for i in tl.static_range(4):
+        pixel = tl.cast(begin + (2 * i + 1) * count // 8, tl.int64)
+        if CHANNELS_LAST:
+            offset = pixel * C + channel
+        else:
+            offset = channel.to(tl.int64) * L + pixel
+        pivot += tl.load(base + offset, mask=valid, other=0.0).to(tl.float32)
+    return pivot / 4
+
+
+@triton.jit
+def load_value(values_ptr, ROW: tl.constexpr, channel, valid, C):
+    """One row of `values` for some channels, 0 outside."""
+    return tl.load(values_ptr + C * ROW + channel, mask=valid, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_value(values_ptr, ROW: tl.constexpr, channel, valid, C, values):
+    """Write one row of `values` for some channels."""
+    tl.store(values_ptr + C * ROW + channel, values, mask=valid)
+
+
+@triton.jit
+def load_channel_values(values_ptr, channel, valid, C):
+    """center, rstd, γ, β and offset of the map for each channel of a block."""
+    center = load_value(values_ptr, CENTER, channel, valid, C)
+    rstd = load_value(values_ptr, RSTD, channel, valid, C)
+    gamma = load_value(values_ptr, GAMMA, channel, valid, C)
+    beta = load_value(values_ptr, BETA, channel, valid, C)
+    offset = load_value(values_ptr, OFFSET, channel, valid, C)
+    return center, rstd, gamma, beta, offset
+
+
+@triton.jit
+def load_matrix(P_ptr, row, column, valid, K: tl.constexpr):
+    """The block-diagonal matrix of a block of channels."""
+    mask = same_group(row, column, valid, K)
+    return tl.load(P_ptr + matrix_offsets(row, column, K), mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_w(w_ptr, n, channel, valid, C, BC: tl.constexpr):
+    """w_n for the channels of a block, 0 if there is none."""
+    if w_ptr is None:
+        return tl.zeros((BC,), tl.float32)
+    else:
+        return tl.load(w_ptr + n * C + channel, mask=valid, other=0.0)
+
+
+@triton.jit
+def load_lambda(mix_logit_ptr, default):
+    """λ, or `default` where there is no choice between branches."""
+    if mix_logit_ptr is None:
+        return default
+    else:
+        return tl.sigmoid(tl.load(mix_logit_ptr).to(tl.float32))
+
+
+@triton.jit
+def load_blend(blend_ptr):
+    """α, or 1."""
+    if blend_ptr is None:
+        return 1.0
+    else:
+        return tl.load(blend_ptr).to(tl.float32)
+
+
+@triton.jit
+def round_to(values, DTYPE: tl.constexpr):
+    """float32 values in another dtype, rounded to nearest (the interpreter cuts bfloat16 off)."""
+    if INTERPRETED and tl.bfloat16 == DTYPE:
+        bits = values.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        values = bits.to(tl.float32, bitcast=True)
+    return values.to(DTYPE)
+
+
+@triton.jit
+def in_two_parts(values, DTYPE: tl.constexpr):
+    """values = first + second, both in a dtype that alone would not hold them."""
+    first = round_to(values, DTYPE)
+    return first, round_to(values - first.to(tl.float32), DTYPE)
+
+
+@triton.jit
 def dot(a, b, c=None):
     """a · b [+ c] in float32; float32 operands are multiplied in three tf32 parts."""
     if INTERPRETED:
@@ -282,9 +387,100 @@ def small_dot(a, b):
 
 
 @triton.jit
-def at_least_0(values):
-    """The larger of a value and 0; a NaN stays."""
-    return tl.maximum(values, 0.0, propagate_nan=tl.PropagateNan.ALL)
+def shift_of(center, rstd, DTYPE: tl.constexpr, RAW: tl.constexpr):
+    """What is subtracted from x before products, and what is left of the center.
+
+    RAW x is exact as it is. Only if it is far from 0 for its spread, it is shifted, as products and
+    constant would cancel; the difference is exact again, because x is near the shift.
+    """
+    if RAW:
+        shift = tl.where(tl.abs(center) * rstd > FAR, center, 0.0)
+        shift = round_to(shift, DTYPE).to(tl.float32)
+        return shift, center - shift
+    else:
+        return center, tl.zeros_like(center)
+
+
+@triton.jit
+def operand_of(x, shift, DTYPE: tl.constexpr):
+    """x − shift, which is what products take of a tile of x."""
+    return round_to(x.to(tl.float32) - shift[None, :], DTYPE)
+
+
+@triton.jit
+def unit_of(matrix, DTYPE: tl.constexpr):
+    """What a matrix is divided by before it is rounded, so that float16 holds it.
+
+    A power of two: two blocks of channels round the same entry in the same way.
+    """
+    if tl.float16 == DTYPE:
+        largest = tl.max(tl.max(tl.abs(matrix), 1), 0)
+        power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        return tl.where(power > 0, power, 1.0) / LARGEST
+    else:
+        return 1.0
+
+
+@triton.jit
+def map_of_x(P, d, rstd, c, left, DTYPE: tl.constexpr, RAW: tl.constexpr, BC: tl.constexpr):
+    """(P + Diag(d)) · (x − center) · rstd + c as a map of x − shift; left = center − shift.
+
+    Its matrix in units, in two parts, the first good enough for values; the unit; the constant.
+    """
+    exact = (P + diagonal(d, BC)) * rstd[None, :]
+    unit = unit_of(exact, DTYPE)
+    matrix, rest = in_two_parts(exact / unit, DTYPE)
+    if RAW:
+        # of the rounded matrix: rounding it must not depend on how far from 0 x is
+        c -= unit * tl.sum(matrix.to(tl.float32) * left[None, :], 1)
+    return matrix, rest, unit, c
+
+
+@triton.jit
+def load_map(
+    values_ptr, P_ptr, w_ptr, n, channel, valid, C, K: tl.constexpr, BC: tl.constexpr,
+    DTYPE: tl.constexpr, RAW: tl.constexpr,
+):  # fmt: skip
+    """The map of sample n, y = P x̂ + w_n ⊙ (γ ⊙ x̂ + β) + offset, as a map of x − shift.
+
+    Returns rstd, the shift, center − shift, and of the map: matrix and its rest (see `map_of_x`),
+    unit and constant. Without P the map is unit · (x − shift) + constant, and there is no matrix.
+    """
+    center, rstd, gamma, beta, offset = load_channel_values(values_ptr, channel, valid, C)
+    w = load_w(w_ptr, n, channel, valid, C, BC)
+    c = w * beta + offset
+    if P_ptr is not None:
+        P = load_matrix(P_ptr, channel[:, None], channel[None, :], valid, K)
+        shift, left = shift_of(center, rstd, DTYPE, RAW)
+        matrix, rest, unit, c = map_of_x(P, w * gamma, rstd, c, left, DTYPE, RAW, BC)
+        return rstd, shift, left, matrix, rest, unit, c
+    else:
+        return rstd, center, tl.zeros_like(center), None, None, w * gamma * rstd, c
+
+
+@triton.jit
+def transform(operand, matrix, unit, c, DTYPE: tl.constexpr):
+    """unit · matrix · operand + c, for the rows of a tile."""
+    product = dot(operand, tl.trans(matrix))
+    if tl.float16 == DTYPE:
+        return product * unit + c[None, :]
+    else:
+        return product + c[None, :]
+
+
+@triton.jit
+def add_transposed(total, g, matrix, rest, unit, DTYPE: tl.constexpr):
+    """total + unit · matrixᵀ · g, for the rows of a tile.
+
+    In two parts: a gradient with a mean would show the rounding of the matrix.
+    """
+    if tl.float16 == DTYPE:
+        product = dot(g, rest, dot(g, matrix))
+        return total + unit * product
+    elif tl.float32 == DTYPE:
+        return dot(g, matrix, total)
+    else:
+        return dot(g, rest, dot(g, matrix, total))
 
 
 @triton.jit
@@ -324,41 +520,3 @@ def activation_gradient_from_output(grad, after, slope, ACT: tl.constexpr):
         return tl.where(after > 0, grad, slope * grad)
     else:
         return tl.where(after > 0, grad, grad * (after + slope))
-
-
-@triton.jit
-def pivot_of(base, begin, count, channel, valid, C, L, CHANNELS_LAST: tl.constexpr):
-    """A value per channel near its mean: the average of four pixels."""
-    pivot = tl.zeros_like(channel).to(tl.float32)
-    for i in tl.static_range(4):
-        pixel = tl.cast(begin + (2 * i + 1) * count // 8, tl.int64)
-        if CHANNELS_LAST:
-            offset = pixel * C + channel
-        else:
-            offset = channel.to(tl.int64) * L + pixel
-        pivot += tl.load(base + offset, mask=valid, other=0.0).to(tl.float32)
-    return pivot / 4
-
-
-@triton.jit
-def load_channel_values(values_ptr, channel, valid, C):
-    """center, rstd, γ, β and offset of the map for each channel of a block."""
-    center = tl.load(values_ptr + channel, mask=valid, other=0.0).to(tl.float32)
-    rstd = tl.load(values_ptr + C + channel, mask=valid, other=0.0).to(tl.float32)
-    gamma = tl.load(values_ptr + 2 * C + channel, mask=valid, other=0.0).to(tl.float32)
-    beta = tl.load(values_ptr + 3 * C + channel, mask=valid, other=0.0).to(tl.float32)
-    offset = tl.load(values_ptr + 4 * C + channel, mask=valid, other=0.0).to(tl.float32)
-    return center, rstd, gamma, beta, offset
-
-
-@triton.jit
-def load_matrix(P_ptr, row, column, valid, K: tl.constexpr):
-    """The block-diagonal matrix of a block of channels."""
-    mask = same_group(row, column, valid, K)
-    return tl.load(P_ptr + matrix_offsets(row, column, K), mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def sign_of(values):
-    """+1 or −1, never 0."""
-    return tl.where(values.to(tl.int32, bitcast=True) < 0, -1.0, 1.0)

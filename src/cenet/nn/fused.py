@@ -6,8 +6,7 @@ from torch import Tensor, nn
 
 from cenet import ops
 from cenet.kernels.call import ABSENT, BATCH, RUNNING, NormCECall
-from cenet.nn.norms import is_hooked, uses_batch_statistics
-from cenet.nn.running import is_recomputation
+from cenet.nn.norms import is_hooked, is_recomputation, uses_batch_statistics
 
 
 class Branches(NamedTuple):

@@ -1,6 +1,6 @@
 """Running averages of one training step, by a program for each of norm, BD and IR.
 
-The rule is that of `nn.running.average_`: a non-finite batch changes nothing and is not counted.
+The rule is that of `nn.norms.average_`: a non-finite batch changes nothing and is not counted.
 The programs run beside those of the gate, or in a launch of their own.
 """
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cenet.kernels.call import NormCECall
 from cenet.kernels.launch import launch
+from cenet.kernels.tiles import CENTER, VARIANCE
 
 JOBS = 3
 BLOCK = tl.constexpr(2048)
@@ -143,13 +144,13 @@ def average_(
 
     Args:
         call: says which averages move, and with which momenta.
-        values: as in `statistics.Statistics`.
+        values: as in `moments.Statistics`.
         inv_sqrt, inv_std: W and s^{-1/2} of this batch.
     """
     launch(
         _average_kernel, (JOBS,),
-        *call.averages(), values[0], values[5], inv_sqrt, inv_std, values.shape[1],
-        *matrix_entries_and_correction(call), *call.momenta, num_warps=8,
+        *call.averages(), values[CENTER.value], values[VARIANCE.value], inv_sqrt, inv_std,
+        values.shape[1], *matrix_entries_and_correction(call), *call.momenta, num_warps=8,
     )  # fmt: skip
 
 
