@@ -248,10 +248,8 @@ def make_call(x: Tensor, **given: object) -> NormCECall:
     rest = {"group_size": 16, "steps": 3, "pool": 1, "norm_eps": 1e-5, "eps": 1e-5, "slope": 0.0}
     rest |= {"momenta": (0.0, 0.0, 0.0), "act": "none"}
     fields = dict.fromkeys(NormCECall._fields) | rest | given
-    return NormCECall(
-        x=x,
-        **{k: v.detach() if isinstance(v, Tensor) else v for k, v in fields.items() if k != "x"},
-    )
+    tensors = {name: v.detach() for name, v in fields.items() if isinstance(v, Tensor)}
+    return NormCECall(**fields | tensors | {"x": x})
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Running averages of one training step, by a program for each of norm, BD and IR.
+"""Running averages of norm, BD and IR, moved by one program each.
 
 The rule is that of `nn.norms.average_`: a non-finite batch changes nothing and is not counted.
 The programs run beside those of the gate, or in a launch of their own.
@@ -52,7 +52,7 @@ def _move(running_ptr, batch_ptr, size, factor, weight, finite):
 
 @triton.jit
 def _weight(count_ptr, finite, momentum, DEBIAS: tl.constexpr):
-    """Count this batch, and say how much it weighs."""
+    """Count this batch; return its weight in the average."""
     if count_ptr is None:
         return tl.where(momentum < 0, 1.0, momentum)
     else:
@@ -85,7 +85,7 @@ def average(
     bd_momentum,
     ir_momentum,
 ):
-    """Move the averages of one of norm, BD and IR."""
+    """Move the averages of the norm (job 0), of BD (1) or of IR (2)."""
     if mean_ptr is not None:
         if job == 0:
             finite = _all_finite(batch_mean_ptr, mean_ptr, channels, 1.0)
@@ -100,7 +100,7 @@ def average(
             _move(inv_sqrt_ptr, batch_inv_sqrt_ptr, entries, 1.0, weight, finite)
     if inv_std_ptr is not None:
         if job == 2:
-            # an overflowing s has the finite inverse root 0, which must not pass for a statistic
+            # an s that overflowed has the finite inverse root 0, which must not enter the average
             kept = batch_inv_std.to(inv_std_ptr.dtype.element_ty).to(tl.float32)
             finite = tl.where((kept > 0) & (kept < float("inf")), 1, 0)
             weight = _weight(ir_count_ptr, finite, ir_momentum, True)

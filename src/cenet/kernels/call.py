@@ -12,8 +12,6 @@ from typing import Annotated, Any, NamedTuple, cast, get_args, get_type_hints
 
 from torch import Tensor
 
-from cenet.functional import Gate
-
 # where norm, decorrelation and reweighting take their statistics from
 ABSENT, BATCH, RUNNING = 0, 1, 2
 # activations that the kernels apply; LeakyReLU's slope or ELU's α comes beside the name
@@ -105,15 +103,6 @@ class NormCECall(NamedTuple):
     def mode(self) -> Mode:
         """Where the statistics come from."""
         return Mode(*self.sources)
-
-    @property
-    def gate(self) -> Gate | None:
-        """The gate's weights."""
-        if self.w1 is None or self.norm_weight is None:
-            return None
-        assert self.norm_bias is not None
-        assert self.w2 is not None
-        return Gate(self.w1, self.norm_weight, self.norm_bias, self.w2)
 
     @property
     def units(self) -> int:

@@ -136,7 +136,7 @@ def _coefficients_kernel(
 def coefficients(
     call: NormCECall, found: Statistics, chunks: Chunks | None, *, windows: int
 ) -> Hidden | None:
-    """Fill in `found`, from what was measured; return the hidden layer if there is a gate.
+    """Fill in `found` from the measured chunks; return the hidden layer if there is a gate.
 
     `windows` is the number of pixels that pooling leaves of a sample.
     """
@@ -155,7 +155,7 @@ def coefficients(
         _coefficients_kernel, (groups + ceil_div(n, ROWS) * columns * depths,),
         *measured, call.weight, call.bias, call.running_mean, call.running_var, call.inv_sqrt,
         call.mix_logit, call.blend, found.values, found.matrices, found.iterates,
-        found.instances[1] if units else None, call.w1, hidden and hidden.s,
+        found.instance_var if units else None, call.w1, hidden and hidden.s,
         hidden and hidden.parts, n, channels, height * width, units, groups, windows,
         0 if chunks is None else len(chunks.mean), 0 if chunks is None else chunks.samples,
         columns, depths, span, call.norm_eps, STEPS=call.steps,
@@ -265,7 +265,7 @@ def _branches_backward_kernel(
     GATE_BK: tl.constexpr,
 ):
     program = tl.program_id(0)
-    first = 0  # program of the variances
+    first = 0  # first program of the variances
     if BD > 0:
         first = groups
         if program < groups:
@@ -442,7 +442,7 @@ def collect_sums(
     launch(
         _collect_kernel, (groups * chunks + rows * columns * depths,),
         sums.P, sums.d, sums.c, mapping.w, collected.P, collected.sums, found.values,
-        state and state.gates[0], call.w2, state and state.inv_std, call.mix_logit, call.blend,
+        state and state.gate, call.w2, state and state.inv_std, call.mix_logit, call.blend,
         collected.grad_logit, collected.grad_hidden, n, channels, units, groups, sums.splits,
         sums.samples, chunks, columns, depths, span, **cut,
     )  # fmt: skip
@@ -467,7 +467,7 @@ def branches_backward(
         )  # fmt: skip
         given = (
             state.hidden, state.spread, collected.grad_hidden, call.norm_weight, call.norm_bias,
-            call.w1, found.instances[1], state.gates[0], sums.d, sums.c,
+            call.w1, found.instance_var, state.gate, sums.d, sums.c,
         )  # fmt: skip
     branches = BranchGradients(
         empty(device, groups, group_size, group_size) if mode.bd == BATCH else None,
@@ -533,7 +533,7 @@ def parameters_backward(
 
 
 def gate_constants(channels: int) -> dict[str, int]:
-    """What a kernel is compiled for that does a job of the gate over channels."""
+    """Constants of the gate's jobs over channels, with their prefix."""
     cut = tile(channels)
     del cut["num_warps"]
     return {f"GATE_{name}": size for name, size in cut.items()}

@@ -16,8 +16,10 @@ from cenet.kernels.moments import (
 )
 from cenet.kernels.tiles import (
     BETA,
+    COVARIANCE,
     GAMMA,
     IS_BATCH,
+    MAP,
     MEAN,
     OFFSET,
     dot,
@@ -53,7 +55,7 @@ def newton(sigma, iterates, inside, offsets, steps: tl.constexpr, K: tl.constexp
 
 @triton.jit
 def newton_backward(grad, iterates, inside, offsets, steps: tl.constexpr, K: tl.constexpr):
-    """Gradient of the first argument of `newton`, from that of its result."""
+    """Gradient of the first argument of `newton`, from the gradient of its result."""
     grad_y = tl.zeros_like(grad)
     grad_step = tl.zeros_like(grad)
     grad_z = grad
@@ -90,7 +92,7 @@ def decorrelate(
     beta,
     N,
     C,
-    L,  # pixels of what the covariance is of
+    L,  # pixels per sample of the map whose covariance is taken
     G,
     chunks,
     samples,
@@ -120,7 +122,7 @@ def decorrelate(
             cov += dot(tl.trans(apart * weight), apart)
         cov = cov / (tl.cast(N, tl.float32) * L)
         cov = tl.where(inside, cov * rstd[:, None] * rstd[None, :], 0.0)
-        tl.store(matrices_ptr + 2 * size + matrix, cov, mask=whole)
+        tl.store(matrices_ptr + size * COVARIANCE + matrix, cov, mask=whole)
         sigma = cov * gamma[:, None] * gamma[None, :]
         trace = tl.sum(tl.sum(sigma * eye, 0))
         channels = tl.sum(tl.where(valid, 1.0, 0.0))
@@ -134,7 +136,7 @@ def decorrelate(
         W = tl.load(running_inv_sqrt_ptr + matrix, mask=whole, other=0.0).to(tl.float32)
         tl.store(matrices_ptr + matrix, W, mask=whole)
     W = load_blend(blend_ptr) * load_lambda(mix_logit_ptr, 1.0) * W
-    tl.store(matrices_ptr + size + matrix, W * gamma[None, :], mask=whole)
+    tl.store(matrices_ptr + size * MAP + matrix, W * gamma[None, :], mask=whole)
     store_value(values_ptr, OFFSET, channel, valid, C, tl.sum(W * beta[None, :], 1))
 
 
@@ -165,7 +167,7 @@ def decorrelate_backward(
     STEPS: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Gradients of W and of the covariance; Q is what the latter means for x̂."""
+    """Gradients of γ, β and the covariance; Q · x̂ is the gradient of x̂ through the latter."""
     place, channel, valid = group_channels(group, C, K, KP)
     gamma = load_value(values_ptr, GAMMA, channel, valid, C)
     beta = load_value(values_ptr, BETA, channel, valid, C)
@@ -185,7 +187,7 @@ def decorrelate_backward(
     grad_gamma = share * tl.sum(W * grad_P, 0)
     grad_beta = share * tl.sum(W * grad_c_sum[:, None], 0)
     if BD == IS_BATCH:
-        cov = tl.load(matrices_ptr + 2 * size + matrix, mask=inside, other=0.0)
+        cov = tl.load(matrices_ptr + size * COVARIANCE + matrix, mask=inside, other=0.0)
         sigma = cov * gamma[:, None] * gamma[None, :]
         trace = tl.sum(tl.sum(sigma * eye, 0))
         channels = tl.sum(tl.where(valid, 1.0, 0.0))

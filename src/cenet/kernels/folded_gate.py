@@ -32,7 +32,7 @@ def load_variance(
 ):
     """Instance variances of a block of samples and channels, from the parts of the samples."""
     origin = load_block(pivot_ptr, n * SPLITS, c, N * SPLITS, C)
-    mean = tl.zeros_like(origin)  # from origin
+    mean = tl.zeros_like(origin)  # as a distance from the origin
     total = tl.zeros_like(origin)
     seen = 0.0
     for split in tl.static_range(SPLITS):
@@ -81,7 +81,7 @@ def folded_gate(
     share: Tensor,
     offset: Tensor,
 ) -> Tensor:
-    """w_n = share · s^{-1/2} · gate + offset of a folded layer, (N, C), from what was measured."""
+    """w_n = share · s^{-1/2} · gate + offset of a folded layer, (N, C), from the measured parts."""
     units, channels = weights.w1.shape
     n = len(parts.square) // parts.splits
     least = DEPTH if parts.splits > 2 else 2 * DEPTH

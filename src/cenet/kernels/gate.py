@@ -49,24 +49,34 @@ PARTS = 4  # upper bound on parts of the hidden layer, which programs compute in
 
 
 class Hidden(NamedTuple):
-    """z / r² in parts, one for every so many channels."""
+    """The hidden layer, z / r², as a sum of parts: one part for each span of channels."""
 
     parts: Tensor  # (depths, N, H)
     s: Tensor | None  # (depths,), parts of Σ σ̃²; None if r is a running statistic
 
 
 class GateState(NamedTuple):
-    """What the forward pass leaves to the backward pass."""
+    """Results of the gate that its backward pass needs."""
 
     hidden: Tensor  # (N, H), z standardized
-    spread: Tensor  # (N,), what it was multiplied by
+    spread: Tensor  # (N,), 1/std of z
     gates: Tensor  # (2, N, C): gate and w
     inv_std: Tensor  # (), r
+
+    @property
+    def gate(self) -> Tensor:
+        """(N, C)."""
+        return self.gates[0]
+
+    @property
+    def w(self) -> Tensor:
+        """(N, C)."""
+        return self.gates[1]
 
 
 @triton.jit
 def load_block(ptr, row, column, rows, columns):
-    """A block of a matrix of that many rows and columns, in float32."""
+    """A block of a (rows, columns) matrix in float32, zero outside."""
     mask = (row < rows)[:, None] & (column < columns)[None, :]
     offsets = row[:, None].to(tl.int64) * columns + column[None, :]
     return tl.load(ptr + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -74,7 +84,7 @@ def load_block(ptr, row, column, rows, columns):
 
 @triton.jit
 def store_block(ptr, row, column, rows, columns, values):
-    """Write a block of such a matrix."""
+    """Write a block of a (rows, columns) matrix."""
     mask = (row < rows)[:, None] & (column < columns)[None, :]
     offsets = row[:, None].to(tl.int64) * columns + column[None, :]
     tl.store(ptr + offsets, values.to(ptr.dtype.element_ty), mask=mask)
@@ -104,7 +114,7 @@ def hidden_layer(
     C,
     L,
     H,
-    span,  # channels of a part
+    span,  # channels per part
     chunks,
     samples,
     norm_eps,
@@ -114,7 +124,7 @@ def hidden_layer(
     BW: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """A part of z / r² for a block of samples and of units: what some channels add to it."""
+    """The share of one span of channels in z / r², for a block of samples and of units."""
     n = row * BN + tl.arange(0, BN)
     h = column * BW + tl.arange(0, BW)
     part = tl.zeros((BN, BW), tl.float32)
@@ -170,7 +180,7 @@ def row_moments(
 
 @triton.jit
 def _gated(standard, norm_weight_ptr, norm_bias_ptr, w2_ptr, c, h, C, H):
-    """What some units add to the sigmoid's argument."""
+    """The share of some hidden units in the sigmoid's argument."""
     weight = load_vector(norm_weight_ptr, h, H)[None, :]
     hidden = at_least_0(standard * weight + load_vector(norm_bias_ptr, h, H)[None, :])
     return dot(hidden, tl.trans(load_block(w2_ptr, c, h, C, H)))
@@ -267,7 +277,7 @@ def gate_kernel(
     BW: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """The gate by blocks of samples and channels, and running averages in programs after those."""
+    """The gate by blocks of samples and channels; running averages in the programs after those."""
     if s_ptr is not None:
         depth = tl.arange(0, DP)
         s = tl.sum(tl.load(s_ptr + depth, mask=depth < DEPTHS, other=0.0)) / N / C
@@ -292,7 +302,7 @@ def gate_kernel(
 
 
 def gate_forward(call: NormCECall, hidden: Hidden, state: GateState, found: Statistics) -> None:
-    """Fill in `state`, from the hidden layer that `between` has made, and move running averages."""
+    """Fill in `state`, from the hidden layer of `coefficients`, and move running averages."""
     depths, n, units = hidden.parts.shape
     channels = call.x.shape[1]
     blocks = ceil_div(n, ROWS) * ceil_div(channels, WIDTH)
@@ -301,8 +311,8 @@ def gate_forward(call: NormCECall, hidden: Hidden, state: GateState, found: Stat
     launch(
         gate_kernel, (blocks + (JOBS if moving else 0),),
         hidden.parts, hidden.s, call.inv_std, call.norm_weight, call.norm_bias, call.w2,
-        call.mix_logit, call.blend, None, None, state.hidden, state.spread, state.gates[0],
-        state.inv_std, state.gates[1], *averages, found.values if moving else None,
+        call.mix_logit, call.blend, None, None, state.hidden, state.spread, state.gate,
+        state.inv_std, state.w, *averages, found.values if moving else None,
         found.matrices if moving else None, n, channels, units, call.eps, GATE_NORM_EPS, blocks,
         *matrix_entries_and_correction(call), *call.momenta, DEPTHS=depths, DP=power_of_2(depths),
         **tile_of_units(units),
@@ -347,13 +357,13 @@ def hidden_backward(
     N,
     C,
     H,
-    span,  # channels of a part
+    span,  # channels per part
     splits,
     BN: tl.constexpr,
     BW: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Gradient of h for a block of samples and a block of units: what some channels add to it."""
+    """The share of one span of channels in the gradient of h, for a block of samples and units."""
     n = row * BN + tl.arange(0, BN)
     h = column * BW + tl.arange(0, BW)
     share = load_blend(blend_ptr) * (1 - load_lambda(mix_logit_ptr, 0.0)) * tl.load(inv_std_ptr)
@@ -373,7 +383,7 @@ def hidden_backward(
 def _relu_backward(
     standard_ptr, grad_hidden_ptr, norm_weight_ptr, norm_bias_ptr, n, h, N, H, DEPTHS: tl.constexpr
 ):
-    """Standardized z, the gradient of relu's argument, and the norm's weight."""
+    """Standardized z, the gradient of relu's argument, and the LayerNorm's weight."""
     z = load_block(standard_ptr, n, h, N, H)
     weight = load_vector(norm_weight_ptr, h, H)[None, :]
     active = z * weight + load_vector(norm_bias_ptr, h, H)[None, :] > 0
@@ -414,7 +424,7 @@ def variance_backward(
     BW: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Gradient of u for a block of samples and channels, and sums that others make use of."""
+    """Gradient of u for a block of samples and channels, and the sums that later launches need."""
     n = row * BN + tl.arange(0, BN)
     c = column * BW + tl.arange(0, BW)
     spread = load_vector(spread_ptr, n, N)
@@ -517,7 +527,7 @@ def layer_norm_backward(
     BW: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Gradients of the norm's weight and bias for a block of units."""
+    """Gradients of the LayerNorm's weight and bias for a block of units."""
     h = row * BW + tl.arange(0, BW)
     grad_norm_weight = tl.zeros((BK, BW), tl.float32)
     grad_norm_bias = tl.zeros((BK, BW), tl.float32)
@@ -559,20 +569,20 @@ def shares_backward(
 
 
 def span_of(n: int, channels: int, units: int) -> int:
-    """Channels of a part of the hidden layer, but of the last; as many parts as fill the device."""
+    """Channels per part of the hidden layer; there are as many parts as fill the device."""
     depth = tile(channels)["BK"]
     parts = max(1, min(PARTS, FEW_PROGRAMS // (ceil_div(n, ROWS) * ceil_div(units, WIDTH))))
     return ceil_div(ceil_div(channels, parts), depth) * depth
 
 
 def tile(depth: int, most: int = DEPTH) -> dict[str, int]:
-    """What a kernel that adds up so many terms is compiled for."""
+    """Constants of a kernel that sums over `depth` terms, at most `most` at a time."""
     deep = min(most, power_of_2(depth))
     return {"BN": ROWS, "BW": WIDTH, "BK": deep, "num_warps": 8 if deep > DEPTH else WARPS}
 
 
 def tile_of_units(units: int) -> dict[str, int]:
-    """The same of one that adds up over hidden units: all at a time, if they are few."""
+    """Constants of a kernel that sums over hidden units: all at a time, if they are few."""
     whole = units <= MOST_DEPTH
     cut = tile(units, MOST_DEPTH if whole else DEPTH)
     return {**cut, "WHOLE": whole, "num_stages": 1 if whole else 3}

@@ -9,6 +9,7 @@ handed through autograd and saved in less time than eight.
 """
 
 from collections.abc import Callable
+from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from cenet.functional import Gate
 from cenet.kernels import mix, small_maps
 from cenet.kernels.averages import average_
-from cenet.kernels.call import ABSENT, BATCH, PARAMETERS, NormCECall, gradient_sizes
+from cenet.kernels.call import ABSENT, BATCH, PARAMETERS, Mode, NormCECall, gradient_sizes
 from cenet.kernels.coefficients import coefficients, coefficients_backward
 from cenet.kernels.folded_gate import SPLITS, folded_gate
 from cenet.kernels.gate import GateState, gate_forward
@@ -49,7 +50,7 @@ def forward(call: NormCECall) -> tuple[Tensor, Tensor]:
     x = dense(call.x)
     residual = None if call.residual is None else like(call.residual, x)
     y = empty_like(x)
-    state = empty(x.device, state_size(call))
+    state = empty(x.device, _known_size(*_dimensions(call)))
     _run(
         ("forward", *call.momenta), x, (x, residual, y, state, *call.small_tensors()), call,
         lambda: _forward(call, x, residual, y, state),
@@ -80,7 +81,7 @@ def _forward(
     if hidden is not None and saved.gate is not None:
         gate_forward(call, hidden, saved.gate, saved.found)
     elif any(average is not None for average in call.averages()):
-        average_(call, saved.found.values, saved.found.matrices[0])
+        average_(call, saved.found.values, saved.found.W)
     (small_maps if small_map else mix).forward(x, y, _map(call, saved), residual)
 
 
@@ -169,30 +170,41 @@ def folded(
 
 
 def state_size(call: NormCECall) -> int:
-    """Elements of the tensor, of float32."""
-    return sum(_room(part) for part in _parts(call))
+    """Elements of `state`, of float32. Sizes may be symbolic."""
+    return sum(_room(part) for part in _parts(*_dimensions(call)))
+
+
+@cache
+def _known_size(*dimensions: Any) -> int:
+    return sum(_room(part) for part in _parts(*dimensions))
 
 
 def unpack(state: Tensor, call: NormCECall) -> Saved:
-    """The parts of the tensor, which share its memory."""
+    """The parts of `state`, which share its memory."""
     begin, views = 0, []
-    for part in _parts(call):
+    for part in _parts(*_dimensions(call)):
         views.append(state[begin : begin + prod(part)].view(part))
         begin += _room(part)
     return Saved(Statistics(*views[:4]), GateState(*views[4:]) if call.units else None)
 
 
-def _parts(call: NormCECall) -> list[tuple[int, ...]]:
+def _dimensions(call: NormCECall) -> tuple[int, int, int, int, int, Mode]:
+    """All that the size of `state` depends on."""
+    shape = call.x.shape
+    return shape[0], shape[1], call.units, call.group_size, call.steps, call.mode
+
+
+def _parts(
+    samples: int, channels: int, units: int, group_size: int, steps: int, mode: Mode
+) -> list[tuple[int, ...]]:
     """Shapes of the fields of `Statistics` and `GateState`."""
-    samples, channels = call.x.shape[:2]
-    units, group_size, mode = call.units, call.group_size, call.mode
     groups = -(-channels // group_size)
     side = group_size if mode.bd != ABSENT else 0
     parts: list[tuple[int, ...]] = [
         (ROWS_OF_VALUES, channels),
         (2, samples if mode.ir != ABSENT else 0, channels),
         (3, groups, side, side),
-        (groups if mode.bd == BATCH else 0, 3 * call.steps, group_size, group_size),
+        (groups if mode.bd == BATCH else 0, 3 * steps, group_size, group_size),
     ]
     if units:
         parts += [(samples, units), (samples,), (2, samples, channels), ()]
@@ -232,8 +244,8 @@ def _is_small(call: NormCECall) -> bool:
 
 
 def _map(call: NormCECall, saved: Saved) -> mix.Map:
-    w = None if saved.gate is None else saved.gate.gates[1]
+    w = None if saved.gate is None else saved.gate.w
     if w is None and call.blend is not None:
         w = (1 - call.blend.float()).expand(call.x.shape[:2]).contiguous()
-    P = None if call.mode.bd == ABSENT else saved.found.matrices[1]
+    P = None if call.mode.bd == ABSENT else saved.found.P
     return mix.Map(saved.found.values, P, w, call.group_size, call.act, call.slope)

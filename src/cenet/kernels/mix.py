@@ -109,17 +109,17 @@ class Map(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What the reducing pass found, in parts."""
+    """Gradients of P, d and c, in parts."""
 
     P: Tensor | None  # (rows, G, K, K)
     d: Tensor  # (N·splits, C)
     c: Tensor  # (N·splits, C)
     splits: int
-    samples: int = 1  # that share a row of P
+    samples: int = 1  # samples that share a row of P
 
 
 class StatisticsGradient(NamedTuple):
-    """How dx depends on x̂ through the statistics."""
+    """The part of dx that goes through the statistics: Q x̂ + e ⊙ x̂ + f."""
 
     Q: Tensor | None  # (G, K, K)
     e: Tensor  # (N, C)
@@ -197,7 +197,7 @@ def _reduce_kernel(
 ):
     DENSE: tl.constexpr = P_ptr is not None
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty if RAW and DENSE else tl.float32
-    # g is more than grad or 0, and nobody has rounded it yet
+    # g is not just grad or 0, and has not been rounded: products take it in two parts
     ROUNDED: tl.constexpr = ACT != NONE and ACT != RELU and y_ptr is None
     row, n, channel, valid, begin, end = locate(
         C, L, splits, tiles, K, BL, BC, ALIGN, CHANNELS_LAST
@@ -205,7 +205,7 @@ def _reduce_kernel(
     rstd, shift, left, matrix, _, unit, c = load_map(
         values_ptr, P_ptr, w_ptr, n, channel, valid, C, K, BC, DTYPE, RAW
     )
-    # with a matrix the tensor cores take the sums
+    # with a matrix, tensor cores do the sums too
     products = tl.zeros((BC if DENSE else BL, BC), tl.float32)
     sums = tl.zeros((16 if DENSE else BL, BC), tl.float32)
     for start in range(begin, end, BL):
@@ -311,7 +311,7 @@ def _backward_kernel(
 
 
 def forward(x: Tensor, y: Tensor, mapping: Map, residual: Tensor | None = None) -> None:
-    """Write to y what the map makes of x."""
+    """Apply the map to x, write y."""
     cut = walk_over(x, mapping.group_size, FORWARD_TILES)
     launch(
         _forward_kernel, grid(x, mapping, cut),
@@ -404,7 +404,7 @@ def grid(x: Tensor, mapping: Map, cut: Walk) -> tuple[int]:
 
 
 def pointers(mapping: Map) -> tuple[Tensor | None, ...]:
-    """The map as kernels take it."""
+    """The tensors of the map, as kernels take them."""
     return mapping[:3]
 
 
@@ -415,12 +415,12 @@ def sizes(x: Tensor) -> tuple[int, int]:
 
 
 def cuts(x: Tensor, cut: Walk) -> tuple[int, int]:
-    """How kernels find their part of x."""
+    """Splits per sample and tiles per split."""
     return cut.splits, cut.tiles(x.shape[2] * x.shape[3])
 
 
 def tile_constants(x: Tensor, mapping: Map, cut: Walk) -> dict[str, int | bool]:
-    """What a kernel is compiled for."""
+    """Constants of a kernel that walks over x."""
     return {
         "K": mapping.group_size,
         "BL": cut.pixels,

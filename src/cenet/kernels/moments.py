@@ -20,6 +20,7 @@ from cenet.kernels.call import Mode
 from cenet.kernels.launch import empty, launch
 from cenet.kernels.pooling import MEASURE_TILE, measure_pooled_kernel, pooled_walk
 from cenet.kernels.tiles import (
+    MAP,
     MOST_SPLITS,
     Tile,
     alignment,
@@ -49,33 +50,45 @@ CHUNKS = 16  # chunks that a program loads at a time
 
 
 class Parts(NamedTuple):
-    """What the programs found. A part is a sample, or a split of one."""
+    """Results of the measuring pass. A part is a sample, or a split of one."""
 
-    # the mean is their sum: a value near it, and what is left. Sums of squares are around the mean
-    pivot: Tensor  # (N·splits, C)
+    pivot: Tensor  # (N·splits, C), a value near the mean; the mean is pivot + rest
     rest: Tensor  # (N·splits, C)
-    square: Tensor  # (N·splits, C)
-    # sum of products around the mean, of the pooled x if pooled
+    square: Tensor  # (N·splits, C), sum of squares around the mean
+    # sum of products around the mean; of the pooled x where the covariance is pooled
     gram: Tensor | None  # (rows, G, K, K)
     pooled_rest: Tensor | None  # (N·splits, C), of the pooled x
     splits: int
     split_pixels: int
-    samples: int = 1  # that share a Gram matrix
+    samples: int = 1  # samples that share a Gram matrix
 
 
 class Statistics(NamedTuple):
-    """What is known of x between the passes. What the mode has no use for is empty."""
+    """Statistics and map of a batch, as the passes share them. Unused ones are empty."""
 
-    # center, rstd, γ, β and offset of the map; batch variance; mean of x̂, pooled if
-    # its covariance is; scale = γ · rstd; origin − center; sum of the instance variances
-    values: Tensor  # (10, C)
+    values: Tensor  # (10, C): rows CENTER, RSTD, … of `tiles`
     instances: Tensor  # (2, N, C): mean − origin, and variance
     matrices: Tensor  # (3, G, K, K): W, P, and the covariance of x̂
     iterates: Tensor  # (G, 3·steps, K, K), Newton's Y, step and Z
 
+    @property
+    def W(self) -> Tensor:
+        """The decorrelation matrices, (G, K, K)."""
+        return self.matrices[0]
+
+    @property
+    def P(self) -> Tensor:
+        """αλ W Diag(γ), (G, K, K)."""
+        return self.matrices[MAP.value]
+
+    @property
+    def instance_var(self) -> Tensor:
+        """(N, C)."""
+        return self.instances[1]
+
 
 class Chunks(NamedTuple):
-    """What was measured, of a few samples together. Means lie apart from `origin`."""
+    """Measurements of a few samples together. Means are stored as distances from `origin`."""
 
     origin: Tensor  # (C,), a value of x
     mean: Tensor  # (S, C)
@@ -83,7 +96,7 @@ class Chunks(NamedTuple):
     spread: Tensor | None  # (S, C), sum of the instance variances
     gram: Tensor | None  # (S, G, K, K), sum of products around the mean, of the pooled x if pooled
     pooled_mean: Tensor | None  # (S, C), of the pooled x
-    samples: int  # of every chunk but the last
+    samples: int  # per chunk; the last may have fewer
 
 
 @triton.jit
@@ -112,14 +125,15 @@ def _measure_kernel(
         C, L, splits, tiles, K, BL, BC, ALIGN, CHANNELS_LAST
     )
     pivot = pivot_of(x_ptr + n * C * L, begin, end - begin, channel, valid, C, L, CHANNELS_LAST)
-    # not of rounded values: errors, alike for all x of a magnitude, would not average out
+    # sums take unrounded values: rounding errors are alike for all x of a magnitude, and would not
+    # average out
     sums = tl.zeros((BL, BC), tl.float32)
     squares = tl.zeros((BL, BC), tl.float32)
     products = tl.zeros((BC, BC), tl.float32)
     for start in tl.range(begin, end, BL, num_stages=STAGES):
         offsets = tile_offsets(n, start, channel, C, L, ALIGN, BL, CHANNELS_LAST)
         inside = (start + tl.arange(0, BL) < end)[:, None] & valid[None, :]
-        # masked even if all are inside: faster than without
+        # masked even where all are inside: that is faster
         x = tl.load(x_ptr + offsets, mask=inside, other=0.0)
         centered = tl.where(inside, x.to(tl.float32) - pivot[None, :], 0.0)
         if GRAM:
@@ -195,7 +209,7 @@ def measure(
 
 @triton.jit
 def group_channels(group, C, K: tl.constexpr, KP: tl.constexpr):
-    """Places of a group, their channels, and which of them hold one."""
+    """Places 0 … KP − 1 of a group, their channels, and which places hold a channel."""
     place = tl.arange(0, KP)
     channel = group * K + place
     return place, channel, (place < K) & (channel < C)
@@ -203,7 +217,7 @@ def group_channels(group, C, K: tl.constexpr, KP: tl.constexpr):
 
 @triton.jit
 def load_rows(ptr, row, channel, valid, rows, C):
-    """A block of an (…, C) matrix, zero outside, and where it is inside."""
+    """A block of an (…, C) matrix, zero outside, and the mask of its inside."""
     mask = (row < rows)[:, None] & valid[None, :]
     offsets = row[:, None].to(tl.int64) * C + channel[None, :]
     return tl.load(ptr + offsets, mask=mask, other=0.0), mask
@@ -246,7 +260,7 @@ def store_gram(ptr, row, group, G, place, values, K: tl.constexpr):
 
 @triton.jit
 def chunk_parts(chunk, N, splits, samples, SP: tl.constexpr, BN: tl.constexpr):
-    """Samples of the rows of a chunk, their parts, and which rows hold one; SP rows a sample."""
+    """Sample and part of each row of a chunk, and which rows hold a part; SP rows per sample."""
     row = tl.arange(0, BN)
     n = chunk * samples + row // SP
     inside = (row // SP < samples) & (n < N) & (row % SP < splits)
@@ -255,14 +269,14 @@ def chunk_parts(chunk, N, splits, samples, SP: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def gram_rows(chunk, parts, chunk_size, together):
-    """First and last row of the Gram matrices of a chunk: one for every so many parts."""
+    """First and last row of the Gram matrices of a chunk; `together` parts share one."""
     first = chunk * chunk_size // together
     return first, tl.minimum(first + chunk_size // together, tl.cdiv(parts, together))
 
 
 @triton.jit
 def chunk_samples(chunk, N, samples):
-    """Samples in a chunk; 0 in one that does not exist."""
+    """Number of samples in a chunk; 0 beyond the last chunk."""
     return tl.maximum(tl.minimum(samples, N - chunk * samples), 0).to(tl.float32)
 
 
@@ -370,7 +384,7 @@ def _condense_kernel(
 def condense(
     parts: Parts, instances: Tensor, pixels: int, windows: int, split_windows: int, group_size: int
 ) -> Chunks:
-    """What the measuring pass found, in fewer parts; the moments of samples go into `instances`.
+    """Join parts to chunks; write the moments of each sample to `instances`.
 
     Args:
         parts: of the measuring pass.
@@ -409,7 +423,7 @@ def condense(
 
 
 def chunk_constants(group_size: int, splits: int) -> dict[str, int]:
-    """What a kernel is compiled for that takes a chunk of samples of a group."""
+    """Constants of a kernel whose programs take a chunk of samples of a group."""
     padded, padded_splits = power_of_2(group_size), 1 << (splits - 1).bit_length()
     return {
         "SP": padded_splits,
@@ -422,7 +436,7 @@ def chunk_constants(group_size: int, splits: int) -> dict[str, int]:
 
 
 def group_constants(group_size: int, mode: Mode) -> dict[str, int]:
-    """What a kernel is compiled for that takes a group."""
+    """Constants of a kernel whose programs take a group."""
     padded = power_of_2(group_size)
     return {
         "K": group_size,

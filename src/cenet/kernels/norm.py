@@ -28,6 +28,9 @@ from cenet.kernels.tiles import (
     BETA,
     CENTER,
     GAMMA,
+    GRAD_C_W,
+    GRAD_D,
+    GRAD_D_W,
     IS_BATCH,
     IS_RUNNING,
     MEAN,
@@ -47,7 +50,7 @@ from cenet.kernels.tiles import (
 def mean_of_chunks(
     mean_ptr, channel, valid, N, C, chunks, samples, BW: tl.constexpr, BS: tl.constexpr
 ):
-    """Mean over the batch, as it lies apart from the origin."""
+    """Mean over the batch, as a distance from the origin."""
     total = tl.zeros((BW,), tl.float32)
     for start in range(0, chunks, BS):
         chunk = start + tl.arange(0, BS)
@@ -110,9 +113,9 @@ def settle_norm(
     running_mean_ptr, running_var_ptr, values_ptr, N, C, L, chunks, samples, norm_eps,
     KP: tl.constexpr, BS: tl.constexpr, NORM: tl.constexpr, BATCH_ANY: tl.constexpr,
 ):  # fmt: skip
-    """The norm x̂ = (x − center) · rstd and what else is known of a group's channels, in values.
+    """Write the norm x̂ = (x − center) · rstd of a group, and its other rows of `values`.
 
-    Returns origin − center, mean of the batch as it lies apart from the origin, rstd, γ, β.
+    Returns origin − center, the mean of the batch as a distance from the origin, rstd, γ, β.
     """
     gamma = load_gamma(weight_ptr, channel, valid)
     beta = tl.zeros((KP,), tl.float32)
@@ -123,7 +126,7 @@ def settle_norm(
     center = tl.zeros((KP,), tl.float32)
     if origin_ptr is not None:
         origin = tl.load(origin_ptr + channel, mask=valid, other=0.0)
-    # x̂ is centered at the mean of the batch unless the norm says otherwise
+    # without running statistics of the norm, x̂ is centered at the mean of the batch
     if BATCH_ANY:
         middle = mean_of_chunks(mean_ptr, channel, valid, N, C, chunks, samples, KP, BS)
         center = origin + middle
@@ -180,11 +183,11 @@ def collect(
     sums_ptr += tl.cast(chunk, tl.int64) * C + channel
     one = tl.cast(chunks, tl.int64) * C
     tl.store(sums_ptr, tl.sum(grad_c, 0), mask=valid)
-    tl.store(sums_ptr + one, tl.sum(grad_d, 0), mask=valid)
+    tl.store(sums_ptr + one * GRAD_D, tl.sum(grad_d, 0), mask=valid)
     if w_ptr is not None:
         w, _ = load_rows(w_ptr, tl.where(inside, n, N), channel, valid, N, C)
-        tl.store(sums_ptr + 2 * one, tl.sum(grad_c * w, 0), mask=valid)
-        tl.store(sums_ptr + 3 * one, tl.sum(grad_d * w, 0), mask=valid)
+        tl.store(sums_ptr + one * GRAD_C_W, tl.sum(grad_c * w, 0), mask=valid)
+        tl.store(sums_ptr + one * GRAD_D_W, tl.sum(grad_d * w, 0), mask=valid)
     if grad_P_ptr is not None:
         first, last = gram_rows(chunk, N * splits, SAMPLES * splits, together)
         gram = sum_of_grams(grad_P_ptr, group, first, last, C, G, K, KP, BR)
@@ -251,14 +254,15 @@ def finish_group(
     WEIGHED: tl.constexpr,
     POOLED: tl.constexpr,
 ):
-    """γ, β, and what dx gets through the statistics of a group, for BN samples."""
+    """Gradients of γ and β, and e and f of dx, for a group and BN samples."""
     place, channel, valid = group_channels(group, C, K, KP)
     gamma = load_value(values_ptr, GAMMA, channel, valid, C)
     beta = load_value(values_ptr, BETA, channel, valid, C)
     rstd = load_value(values_ptr, RSTD, channel, valid, C)
     pixels = tl.cast(N, tl.float32) * L
 
-    # u = σ̃² r² and s = mean of σ̃², where σ̃² = γ² v̂: what σ̃² gets is gu r² plus one number for all
+    # u = σ̃² r² and s = mean of σ̃², where σ̃² = γ² v̂. So the gradient of σ̃² is gu r² plus one number
+    # that all samples and channels share
     r2 = 0.0
     through_s = 0.0
     if IR > 0:
@@ -274,8 +278,8 @@ def finish_group(
     grad_gamma = tl.zeros((KP,), tl.float32)
     grad_beta = tl.zeros((KP,), tl.float32)
     if WEIGHED:
-        grad_beta += sum_of_rows(sums_ptr + 2 * one, channel, valid, chunks, C, KP, BS)
-        grad_gamma += sum_of_rows(sums_ptr + 3 * one, channel, valid, chunks, C, KP, BS)
+        grad_beta += sum_of_rows(sums_ptr + one * GRAD_C_W, channel, valid, chunks, C, KP, BS)
+        grad_gamma += sum_of_rows(sums_ptr + one * GRAD_D_W, channel, valid, chunks, C, KP, BS)
     if IR > 0:
         through_var = r2 * sum_of_rows(through_var_ptr, channel, valid, rows, C, KP, BS)
         through_var += through_s * load_value(values_ptr, SPREAD, channel, valid, C)
@@ -291,7 +295,7 @@ def finish_group(
         matrix = group.to(tl.int64) * K * K + i * K + j
         Q = tl.load(Q_ptr + matrix, mask=whole, other=0.0)
         if not POOLED:
-            # Q acts on x̂ − its mean, which is 0 unless the norm uses running statistics
+            # Q acts on x̂ − mean; the mean is 0 unless the norm uses running statistics
             mean = load_value(values_ptr, MEAN, channel, valid, C)
             centering = tl.sum(Q * mean[:, None], 0)
 
@@ -313,7 +317,7 @@ def finish_group(
     tl.store(e_ptr + rows_offset, e - slope_grad[None, :], mask=mask)
     tl.store(f_ptr + rows_offset, f + tl.zeros_like(e), mask=mask)
     if chunk == 0:
-        grad_w = gamma * sum_of_rows(sums_ptr + one, channel, valid, chunks, C, KP, BS)
+        grad_w = gamma * sum_of_rows(sums_ptr + one * GRAD_D, channel, valid, chunks, C, KP, BS)
         grad_w += beta * sum_of_rows(sums_ptr, channel, valid, chunks, C, KP, BS)
         tl.store(grad_gamma_ptr + channel, grad_gamma, mask=valid)
         tl.store(grad_beta_ptr + channel, grad_beta, mask=valid)

@@ -32,7 +32,7 @@ from cenet.kernels.tiles import (
     store_tile,
 )
 
-# of a tile
+# size of a tile
 ROWS = 64
 CHANNELS = 32
 WARPS = 4
@@ -80,13 +80,16 @@ def _of_samples(ptr, n, channel, inside, C):
 def _load_map(
     x_ptr, values_ptr, P_ptr, w_ptr, n, channel, valid, offsets, inside, C, K: tl.constexpr
 ):
-    """x̂ of a tile, and the map of each of its rows: rstd, γ, β, offset, w, and P or None."""
+    """x̂ of a tile, and the map of each of its rows: rstd, γ, β, offset, w, P.
+
+    Without P its place means nothing (not None, which not every release of Triton can return).
+    """
     center, rstd, gamma, beta, offset = load_channel_values(values_ptr, channel, valid, C)
     x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     x = (x - center[None, :]) * rstd[None, :]
     w = _of_samples(w_ptr, n, channel, inside, C)
     if P_ptr is None:
-        return x, rstd, gamma, beta, offset, w, None
+        return x, rstd, gamma, beta, offset, w, center
     else:
         P = load_matrix(P_ptr, channel[:, None], channel[None, :], valid, K)
         return x, rstd, gamma, beta, offset, w, P
@@ -115,10 +118,10 @@ def _store_products(ptr, row, channel, valid, values, G, K: tl.constexpr):
 
 
 @triton.jit
-def _mapped(x, w, gamma, beta, offset, P):
-    """P x̂ + w ⊙ (γ ⊙ x̂ + β) + offset."""
+def _mapped(x, w, gamma, beta, offset, P, DENSE: tl.constexpr):
+    """P x̂ + w ⊙ (γ ⊙ x̂ + β) + offset; without P if not DENSE."""
     y = w * (gamma[None, :] * x + beta[None, :]) + offset[None, :]
-    if P is not None:
+    if DENSE:
         y += dot(x, tl.trans(P))
     return y
 
@@ -180,7 +183,7 @@ def _forward_small_kernel(
     x, _, gamma, beta, offset, w, P = _load_map(
         x_ptr, values_ptr, P_ptr, w_ptr, n, channel, valid, offsets, inside, C, K
     )
-    y = _mapped(x, w, gamma, beta, offset, P)
+    y = _mapped(x, w, gamma, beta, offset, P, P_ptr is not None)
     if residual_ptr is not None:
         y += tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     store_tile(y_ptr, offsets, activate(y, slope, ACT), inside, False)
@@ -220,7 +223,9 @@ def _reduce_small_kernel(
         g = activation_gradient_from_output(g, y, slope, ACT)
         store_tile(masked_ptr, offsets, g, inside, False)
     elif ACT > 0:
-        g = activation_gradient(g, _mapped(x, w, gamma, beta, offset, P), slope, ACT)
+        g = activation_gradient(
+            g, _mapped(x, w, gamma, beta, offset, P, P_ptr is not None), slope, ACT
+        )
     _store_samples(grad_c_ptr, row, channel, valid, _sum_in_samples(g, S, SP, BC), N, C, S)
     grad_d = _sum_in_samples(g * x, S, SP, BC)
     _store_samples(grad_d_ptr, row, channel, valid, grad_d, N, C, S)
@@ -256,7 +261,9 @@ def _backward_small_kernel(
         x_ptr, values_ptr, P_ptr, w_ptr, n, channel, valid, offsets, inside, C, K
     )
     if ACT > 0:
-        g = activation_gradient(g, _mapped(x, w, gamma, beta, offset, P), slope, ACT)
+        g = activation_gradient(
+            g, _mapped(x, w, gamma, beta, offset, P, P_ptr is not None), slope, ACT
+        )
     dx = w * gamma[None, :] * g + _of_samples(e_ptr, n, channel, inside, C) * x
     dx += _of_samples(f_ptr, n, channel, inside, C)
     if P_ptr is not None:
@@ -336,7 +343,7 @@ def backward(
 def _cut(x: Tensor, group_size: int) -> _Cut:
     channels = max(CHANNELS, power_of_2(group_size))
     rows = 1 << (x.shape[2] * x.shape[3] - 1).bit_length()
-    # a chunk of samples has whole Gram matrices
+    # samples that share a Gram matrix belong to one chunk
     most = chunk_constants(group_size, 1)["BN"]
     return _Cut(min(ROWS * CHANNELS // channels // rows, most), rows, channels)
 

@@ -35,6 +35,13 @@ SCALE = tl.constexpr(7)  # γ · rstd
 ORIGIN = tl.constexpr(8)  # origin − center; instance means are stored as distances from the origin
 SPREAD = tl.constexpr(9)  # sum of the instance variances
 ROWS_OF_VALUES = 10
+# Entries of `matrices`, (3, G, K, K); W is the first
+MAP = tl.constexpr(1)  # P
+COVARIANCE = tl.constexpr(2)  # of x̂
+# Entries of `sums`, (4, S, C): gradients of c and d, and the same times w; that of c is the first
+GRAD_D = tl.constexpr(1)
+GRAD_C_W = tl.constexpr(2)
+GRAD_D_W = tl.constexpr(3)
 
 # upper bound on splits per sample: one program later reduces over all of them
 MOST_SPLITS = 128
@@ -49,24 +56,27 @@ LARGEST = tl.constexpr(2.0**14)
 
 
 class Tile(NamedTuple):
-    """A way to cut x up that suits samples of at least so many pixels."""
+    """Tuned sizes for samples of at least `least` pixels."""
 
     least: int
     pixels: int
     channels: int
     warps: int
     stages: int
-    programs: int  # about as many, if that takes splitting samples
-    tiles: int  # of a split, at least
+    programs: int  # samples are split until there are about so many programs
+    tiles: int  # lower bound on tiles per split
 
 
 class Walk(NamedTuple):
-    """How one launch cuts x up. A program takes a sample, or one of its splits, for one block of
-    channels: whole groups, as many as fit."""
+    """How one launch cuts x up.
 
-    pixels: int  # of a tile
-    channels: int  # of a tile
-    splits: int
+    A program takes a sample, or one of its splits, for one block of channels: as many whole groups
+    as fit into a tile.
+    """
+
+    pixels: int  # per tile
+    channels: int  # per tile
+    splits: int  # per sample
     warps: int
     stages: int
 
@@ -75,11 +85,11 @@ class Walk(NamedTuple):
         return n * self.splits
 
     def tiles(self, pixels: int) -> int:
-        """Tiles of every split but the last."""
+        """Tiles per split; the last split may have fewer."""
         return ceil_div(ceil_div(pixels, self.pixels), self.splits)
 
     def blocks(self, channels: int, group_size: int) -> int:
-        """Blocks of channels."""
+        """Number of blocks of channels."""
         return ceil_div(channels, self.channels // group_size * group_size)
 
     def is_full(self, pixels: int, channels: int, group_size: int) -> bool:
@@ -97,7 +107,7 @@ def walk(
     choices: tuple[Tile, ...],
     most_splits: int = MOST_SPLITS,
 ) -> Walk:
-    """Cut x up by the first of the choices that suits and fills the device, or by the last."""
+    """Cut x up by the first choice that fits its pixels and fills the device, or by the last."""
     for tile in choices:
         if pixels >= tile.least:
             cut = _cut(n, channels, pixels, group_size, raw, tile, most_splits)
@@ -109,11 +119,11 @@ def walk(
 def _cut(
     n: int, channels: int, pixels: int, group_size: int, raw: bool, tile: Tile, most_splits: int
 ) -> Walk:
-    # with more elements a warp, registers overflow
+    # with more elements per warp, registers spill
     widest, most_per_warp = (64, 2048) if raw else (32, 512)
     least_channels = min(tile.channels, widest)
     tile_channels = max(least_channels, power_of_2(group_size))
-    tile_pixels = max(16, tile.pixels * least_channels // tile_channels)  # a dot wants 16
+    tile_pixels = max(16, tile.pixels * least_channels // tile_channels)  # tl.dot needs 16
     tile_pixels = min(tile_pixels, power_of_2(pixels))
     blocks = ceil_div(channels, tile_channels // group_size * group_size)
     tiles = ceil_div(pixels, tile_pixels)
@@ -129,17 +139,17 @@ def walk_over(
     tiles: Mapping[bool, tuple[Tile, ...]],
     most_splits: int = MOST_SPLITS,
 ) -> Walk:
-    """How to cut x up, by the tiles for its layout: channels_last or not."""
+    """Cut x up by the tiles for its layout: channels_last or not."""
     n, channels, height, width = x.shape
     choices = tiles[is_channels_last(x)]
     return walk(n, channels, height * width, group_size, is_raw(x), choices, most_splits)
 
 
 def is_raw(x: Tensor) -> bool:
-    """Whether products take x as it is, in half precision: exact, and added up in float32.
+    """Whether products multiply x itself, in half precision: exact, and summed in float32.
 
-    Else they take x − center in float32. So they do with few pixels, where gradients cancel and
-    rounding the matrices would show; speed does not matter there.
+    Otherwise they multiply x − center in float32. So they do where there are few pixels: gradients
+    cancel there, and rounding the matrices would show.
     """
     n, _, height, width = x.shape
     return x.dtype != torch.float32 and height * width >= 16 and n * height * width > 512
@@ -156,7 +166,7 @@ def ceil_div(value: int, by: int) -> int:
 
 
 def power_of_2(value: int) -> int:
-    """The next power of two; a dot wants at least 16."""
+    """The next power of two, at least 16, as tl.dot needs."""
     return max(16, 1 << (value - 1).bit_length())
 
 
@@ -172,7 +182,7 @@ def alignment(x: Tensor) -> int:
 
 @triton.jit
 def block_channels(block, C, K: tl.constexpr, BC: tl.constexpr):
-    """Channels of a block, and which of its BC places hold one."""
+    """The channels of a block, and which of its BC places hold a channel."""
     width: tl.constexpr = BC // K * K
     place = tl.arange(0, BC)
     channel = block * width + place
@@ -191,7 +201,7 @@ def locate(
     ALIGN: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
 ):
-    """What a program works on: its row, sample, channels, and pixels from begin to end."""
+    """The part of x a program works on: its row, sample, channels, and pixels from begin to end."""
     blocks = tl.cdiv(C, BC // K * K)
     program = tl.program_id(0)
     row = program // blocks
@@ -199,7 +209,8 @@ def locate(
     begin = row % splits * tiles * BL
     end = tl.minimum(begin + tiles * BL, L)
     if not CHANNELS_LAST:
-        end = end // ALIGN * ALIGN  # nothing new, but how wide masked loads may be
+        # changes nothing, but tells the compiler how wide masked loads may be
+        end = end // ALIGN * ALIGN
     return row, tl.cast(row // splits, tl.int64), channel, valid, begin, end
 
 
@@ -207,7 +218,7 @@ def locate(
 def tile_offsets(
     n, begin, channel, C, L, ALIGN: tl.constexpr, BL: tl.constexpr, CHANNELS_LAST: tl.constexpr
 ):
-    """Offsets (BL, BC) of the pixels from `begin` of sample n; ALIGN tells how wide to load."""
+    """Offsets (BL, BC) of the pixels from `begin` of sample n; ALIGN divides the stride."""
     pixel = tl.arange(0, BL)
     if CHANNELS_LAST:
         stride = C // ALIGN * ALIGN
@@ -219,7 +230,7 @@ def tile_offsets(
 
 @triton.jit
 def load_tile(ptr, offsets, inside, FULL: tl.constexpr):
-    """A tile in its own dtype, zero outside; FULL tiles have no outside."""
+    """A tile in its own dtype, zero outside x; FULL tiles lie inside and need no mask."""
     if FULL:
         return tl.load(ptr + offsets)
     else:
@@ -228,7 +239,7 @@ def load_tile(ptr, offsets, inside, FULL: tl.constexpr):
 
 @triton.jit
 def store_tile(ptr, offsets, values, inside, FULL: tl.constexpr):
-    """Write the part of a tile that is inside."""
+    """Write the part of a tile that lies inside x."""
     if FULL:
         tl.store(ptr + offsets, round_to(values, ptr.dtype.element_ty))
     else:
@@ -256,7 +267,7 @@ def diagonal(values, BC: tl.constexpr):
 
 @triton.jit
 def diagonal_of(matrix, BC: tl.constexpr):
-    """The matrix without what is off its diagonal."""
+    """The matrix with zeros off its diagonal."""
     place = tl.arange(0, BC)
     return tl.where(place[:, None] == place[None, :], matrix, 0.0)
 
@@ -270,7 +281,7 @@ def first_row(matrix):
 
 @triton.jit
 def at_least_0(values):
-    """The larger of a value and 0; a NaN stays."""
+    """max(value, 0); a NaN stays a NaN."""
     return tl.maximum(values, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -326,7 +337,7 @@ def load_matrix(P_ptr, row, column, valid, K: tl.constexpr):
 
 @triton.jit
 def load_w(w_ptr, n, channel, valid, C, BC: tl.constexpr):
-    """w_n for the channels of a block, 0 if there is none."""
+    """w_n for the channels of a block; 0 without a gate."""
     if w_ptr is None:
         return tl.zeros((BC,), tl.float32)
     else:
@@ -335,7 +346,7 @@ def load_w(w_ptr, n, channel, valid, C, BC: tl.constexpr):
 
 @triton.jit
 def load_lambda(mix_logit_ptr, default):
-    """λ, or `default` where there is no choice between branches."""
+    """λ, or `default` where there is only one branch."""
     if mix_logit_ptr is None:
         return default
     else:
@@ -344,7 +355,7 @@ def load_lambda(mix_logit_ptr, default):
 
 @triton.jit
 def load_blend(blend_ptr):
-    """α, or 1."""
+    """α, or 1 without a blend."""
     if blend_ptr is None:
         return 1.0
     else:
@@ -353,7 +364,7 @@ def load_blend(blend_ptr):
 
 @triton.jit
 def round_to(values, DTYPE: tl.constexpr):
-    """float32 values in another dtype, rounded to nearest (the interpreter cuts bfloat16 off)."""
+    """float32 values in another dtype, rounded to nearest (the interpreter truncates)."""
     if INTERPRETED and tl.bfloat16 == DTYPE:
         bits = values.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
@@ -363,7 +374,7 @@ def round_to(values, DTYPE: tl.constexpr):
 
 @triton.jit
 def in_two_parts(values, DTYPE: tl.constexpr):
-    """values = first + second, both in a dtype that alone would not hold them."""
+    """values = first + second, each rounded to DTYPE."""
     first = round_to(values, DTYPE)
     return first, round_to(values - first.to(tl.float32), DTYPE)
 
@@ -379,16 +390,21 @@ def dot(a, b, c=None):
 
 @triton.jit
 def small_dot(a, b):
-    """a · b of float32 matrices; those of 16 channels are too small for tensor cores to pay."""
+    """a · b of float32 matrices; at 16 × 16 plain multiplication is faster than tensor cores."""
     if a.shape[0] <= 16:
         return tl.dot(a, b, input_precision="ieee")
     else:
         return dot(a, b)
 
 
+# In half precision x itself is exact, so products multiply it as it is, and the norm goes into the
+# matrix: M = (P + Diag(d)) · Diag(rstd). Only M is rounded. The constant of the map is computed
+# from the rounded M, so that the error does not grow with the distance of x from 0.
+
+
 @triton.jit
 def shift_of(center, rstd, DTYPE: tl.constexpr, RAW: tl.constexpr):
-    """What is subtracted from x before products, and what is left of the center.
+    """The shift that is subtracted from x before products, and center − shift.
 
     RAW x is exact as it is. Only if it is far from 0 for its spread, it is shifted, as products and
     constant would cancel; the difference is exact again, because x is near the shift.
@@ -403,13 +419,13 @@ def shift_of(center, rstd, DTYPE: tl.constexpr, RAW: tl.constexpr):
 
 @triton.jit
 def operand_of(x, shift, DTYPE: tl.constexpr):
-    """x − shift, which is what products take of a tile of x."""
+    """x − shift of a tile: the operand of products."""
     return round_to(x.to(tl.float32) - shift[None, :], DTYPE)
 
 
 @triton.jit
 def unit_of(matrix, DTYPE: tl.constexpr):
-    """What a matrix is divided by before it is rounded, so that float16 holds it.
+    """The factor a matrix is divided by before it is rounded, so that it fits float16.
 
     A power of two: two blocks of channels round the same entry in the same way.
     """
@@ -431,7 +447,7 @@ def map_of_x(P, d, rstd, c, left, DTYPE: tl.constexpr, RAW: tl.constexpr, BC: tl
     unit = unit_of(exact, DTYPE)
     matrix, rest = in_two_parts(exact / unit, DTYPE)
     if RAW:
-        # of the rounded matrix: rounding it must not depend on how far from 0 x is
+        # from the rounded matrix, so that its rounding error does not grow with the mean of x
         c -= unit * tl.sum(matrix.to(tl.float32) * left[None, :], 1)
     return matrix, rest, unit, c
 
@@ -444,7 +460,8 @@ def load_map(
     """The map of sample n, y = P x̂ + w_n ⊙ (γ ⊙ x̂ + β) + offset, as a map of x − shift.
 
     Returns rstd, the shift, center − shift, and of the map: matrix and its rest (see `map_of_x`),
-    unit and constant. Without P the map is unit · (x − shift) + constant, and there is no matrix.
+    unit and constant. Without P the map is unit · (x − shift) + constant; matrix and rest mean
+    nothing then (not None, which not every release of Triton can return).
     """
     center, rstd, gamma, beta, offset = load_channel_values(values_ptr, channel, valid, C)
     w = load_w(w_ptr, n, channel, valid, C, BC)
@@ -455,7 +472,7 @@ def load_map(
         matrix, rest, unit, c = map_of_x(P, w * gamma, rstd, c, left, DTYPE, RAW, BC)
         return rstd, shift, left, matrix, rest, unit, c
     else:
-        return rstd, center, tl.zeros_like(center), None, None, w * gamma * rstd, c
+        return rstd, center, tl.zeros_like(center), center, center, w * gamma * rstd, c
 
 
 @triton.jit
@@ -498,7 +515,7 @@ def activate(y, slope, ACT: tl.constexpr):
 
 @triton.jit
 def activation_gradient(grad, before, slope, ACT: tl.constexpr):
-    """grad ⊙ act'(before), before the value the activation was applied to."""
+    """grad ⊙ act'(before), where `before` is the activation's argument."""
     if ACT == NONE:
         return grad
     elif ACT == RELU:
@@ -511,7 +528,7 @@ def activation_gradient(grad, before, slope, ACT: tl.constexpr):
 
 @triton.jit
 def activation_gradient_from_output(grad, after, slope, ACT: tl.constexpr):
-    """grad ⊙ act', told by the value the activation returned (its slope is positive)."""
+    """grad ⊙ act', from the activation's result `after`; needs a positive slope."""
     if ACT == NONE:
         return grad
     elif ACT == RELU:
