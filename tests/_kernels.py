@@ -18,13 +18,12 @@ from _build import Case, build, make_input, twin
 from _checks import RTOL, assert_close
 from _reference import Block, Parameters, activate, decorrelate, normalize, reweight
 from cenet import ops
+from cenet.functional import Gate
 from cenet.kernels import layer
+from cenet.kernels.averages import average_
+from cenet.kernels.call import AVERAGES, PARAMETERS, Mode, NormCECall
 from cenet.kernels.folded_gate import SPLITS, folded_gate
-from cenet.kernels.gate import GateWeights
-from cenet.kernels.modes import Mode
 from cenet.kernels.moments import measure
-from cenet.kernels.running import Averages, average_
-from cenet.kernels.state import Saved, unpack
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="triton compiles here")
@@ -33,6 +32,7 @@ each_device = pytest.mark.parametrize(
     [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)],
 )
 GATE = ("w1", "ln_weight", "ln_bias", "w2")
+NAMES = ("gamma", "beta", *GATE, "mix_logit", "blend")  # of PARAMETERS, in the reference
 SLOPE = {"leaky_relu": 0.1, "elu": 1.0}
 GUARD = 64  # elements on either side of an allocation that nobody may write to
 
@@ -194,44 +194,62 @@ class Kernels:
         frozen = "norm" in case.running
         mode = Mode(0 if case.norm == "none" else 2 if frozen else 1, bd * source, ir * source)
         affine = case.norm != "none" and case.affine
-        gate = None if not ir else (ce.ir if case.layer == "ce" else ce).gate
-        tensors = layer.Block(
-            norm.weight if affine else None,
-            norm.bias if affine else None,
-            reference.mean if frozen else None,
-            reference.var if frozen else None,
-            reference.inv_sqrt if mode.bd == 2 else None,
-            reference.inv_std if mode.ir == 2 else None,
-            gate and GateWeights(*(weight.detach() for weight in gate)),
-            ce.mix_logit if case.layer == "ce" else None,
-            reference.blend,
+        gate = (ce.ir if case.layer == "ce" else ce).gate if ir else (None,) * 4
+        self.given = make_call(
+            reference.x,
+            residual=reference.residual,
+            weight=norm.weight if affine else None,
+            bias=norm.bias if affine else None,
+            running_mean=reference.mean if frozen else None,
+            running_var=reference.var if frozen else None,
+            inv_sqrt=reference.inv_sqrt if mode.bd == 2 else None,
+            inv_std=reference.inv_std if mode.ir == 2 else None,
+            **dict(zip(("w1", "norm_weight", "norm_bias", "w2"), gate, strict=True)),
+            mix_logit=ce.mix_logit if case.layer == "ce" else None,
+            blend=reference.blend,
+            sources=mode,
+            group_size=case.group_size,
+            steps=case.steps,
+            pool=case.pool,
+            act=case.act,
+            slope=SLOPE.get(case.act, 0.0),
         )
-        self.block = layer.Block(*(t.detach() if isinstance(t, Tensor) else t for t in tensors))
-        self.settings = layer.Settings(
-            mode, case.group_size, case.steps, case.pool, 1e-5, 1e-5, case.act,
-            SLOPE.get(case.act, 0.0),
-        )  # fmt: skip
         self.case = case
         self.x, self.residual = reference.x, reference.residual
 
+    @property
+    def call(self) -> NormCECall:
+        """What the operator would get; x may have been replaced."""
+        return self.given._replace(x=self.x)
+
     def forward(self) -> tuple[Tensor, Tensor]:
         with poisoned():
-            return layer.forward(self.x, self.residual, self.block, self.settings)
+            return layer.forward(self.call)
 
-    def saved(self, state: Tensor) -> Saved:
-        return unpack(state, layer.shape_of(self.x, self.block, self.settings))
+    def saved(self, state: Tensor) -> layer.Saved:
+        return layer.unpack(state, self.call)
 
     def backward(self, upstream: Tensor, y: Tensor, state: Tensor) -> dict[str, Tensor]:
         needed = y if self.case.residual and self.case.act != "none" else None
+        call = self.call._replace(residual=None)
         with poisoned():
-            grads = layer.backward(upstream, self.x, needed, self.block, self.settings, state)
-        block = self.block
-        names = ["gamma", "beta", *(GATE if block.gate else ())]
-        names += [n for n in ("mix_logit", "blend") if getattr(block, n) is not None]
-        shapes = layer.small_shapes(block, self.x.shape[1])
-        parts = grads.small.split([math.prod(shape) for shape in shapes])
-        small = {n: p.view(s) for n, p, s in zip(names, parts, shapes, strict=True)}
+            grads = layer.backward(call, upstream, needed, state)
+        parts = layer.parameter_gradients(call, grads.small)
+        small = {}
+        for field, name in zip(PARAMETERS, NAMES, strict=True):
+            parameter, part = getattr(call, field), parts[field]
+            if part is not None:
+                small[name] = part if parameter is None else part.view(parameter.shape)
         return {"x": grads.x, "residual": grads.residual, **small}
+
+
+def make_call(x: Tensor, **given: object) -> NormCECall:
+    """A call with everything absent that is not given."""
+    rest = {"group_size": 16, "steps": 3, "pool": 1, "norm_eps": 1e-5, "eps": 1e-5, "slope": 0.0}
+    rest |= {"momenta": (0.0, 0.0, 0.0), "act": "none"}
+    fields = dict.fromkeys(NormCECall._fields) | rest | given
+    tensors = {name: v.detach() for name, v in fields.items() if isinstance(v, Tensor)}
+    return NormCECall(**fields | tensors | {"x": x})
 
 
 @contextmanager
@@ -294,7 +312,7 @@ def check(case: Launch, rtol: float | None = None) -> None:
         assert_close(f"gradient of {name}", grads.get(name), value, rtol)
 
 
-def measured(saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+def measured(saved: layer.Saved) -> tuple[Tensor, Tensor, Tensor]:
     """Instance mean and variance (N, C), covariance (G, K, K) of a launch without a norm."""
     found = saved.found
     origin = found.values[8] + found.values[0]
@@ -313,8 +331,9 @@ def run_average_(
     values = torch.zeros(10, len(batch["mean"]), device=batch["mean"].device)
     values[0], values[5] = batch["mean"], batch["var"]
     numbers = [-1.0 if momentum is None else momentum for momentum in momenta]
-    averages = Averages(*norm, *bd, *ir, tuple(numbers))
-    average_(averages, values, batch["inv_sqrt"], batch["inv_std"], count)
+    averages = dict(zip(AVERAGES, (*norm, *bd, *ir), strict=True))
+    call = make_call(values.new_empty(count, 1, 1, 1), momenta=numbers, **averages)
+    average_(call, values, batch["inv_sqrt"], batch["inv_std"])
 
 
 @cache
@@ -343,5 +362,5 @@ def folded_weights(
     with kernels_on(x.device.type):
         parts = measure(x, 16, gram=False, most_splits=SPLITS)
         pixels = x.shape[2] * x.shape[3]
-        w = folded_gate(parts, pixels, GateWeights(*gate), inv_std, share, offset)
+        w = folded_gate(parts, pixels, Gate(*gate), inv_std, share, offset)
     return w, parts.splits

@@ -21,24 +21,12 @@ SOURCE = ROOT / "src" / "cenet"
 LEVELS = [
     ("version", "extras", "functional"),
     (
-        *(
-            "kernels",
-            "kernels.modes",
-            "kernels.launch",
-            "kernels.tiles",
-            "kernels.operands",
-            "kernels.pooling",
-            "kernels.moments",
-        ),
-        *("kernels.statistics", "kernels.running", "kernels.mix", "kernels.mix_backward"),
-        *("kernels.few_pixels", "kernels.gate", "kernels.folded_gate", "kernels.gate_backward"),
-        *("kernels.group_backward", "kernels.newton", "kernels.decorrelation", "kernels.between"),
-        *("kernels.between_backward", "kernels.state"),
-        *("kernels.replay", "kernels.layer", "kernels.preparation", "ops"),
+        *("kernels", "kernels.call", "kernels.launch", "kernels.tiles", "kernels.pooling"),
+        *("kernels.moments", "kernels.norm", "kernels.decorrelation", "kernels.averages"),
+        *("kernels.gate", "kernels.folded_gate", "kernels.mix", "kernels.small_maps"),
+        *("kernels.coefficients", "kernels.layer", "kernels.preparation", "ops"),
     ),
     (
-        "nn.running",
-        "nn.tracing",
         "nn.ranks",
         "nn.statistics",
         "nn.norms",

@@ -20,7 +20,7 @@ from _kernels import (
     run_average_,
     upstream_of,
 )
-from cenet.nn.running import average_
+from cenet.nn.norms import average_
 
 SIZES = {1: (1, 1), 3: (1, 3), 7: (7, 1), 49: (7, 7), 50: (5, 10), 196: (14, 14), 3136: (56, 56)}
 CHANNELS = (16, 24, 48, 58, 64, 100, 2048)

@@ -19,7 +19,7 @@ from cenet import (
     ops,
 )
 from cenet.kernels import layer
-from cenet.kernels.modes import BATCH
+from cenet.kernels.call import BATCH, CONSTANTS, PARAMETERS, NormCECall
 
 gpu = pytest.mark.gpu
 
@@ -48,6 +48,21 @@ def buffers_of(module):
         *(bd.running_inv_sqrt, bd.num_batches_tracked),
         *(ir.running_inv_std, ir.num_batches_tracked),
     ]
+
+
+def test_a_call_goes_through_the_arguments_of_the_backward_operator():
+    """By position: what the schema lists is what the record takes back."""
+    call = NormCECall(*NormCECall._fields)  # each field holds its own name
+    sent = {"grad": "grad", "y": "y", "x": "x", "state": "state"}
+    sent |= dict(zip(PARAMETERS, call.parameters(), strict=True))
+    sent |= dict(zip(CONSTANTS, call.constants(), strict=True))
+    names = [argument.name for argument in ops.norm_ce_backward._schema.arguments]
+    _, _, *arguments = (sent[name] for name in names)
+    found, state = NormCECall.from_backward(*arguments)
+    kept = {"x", *PARAMETERS, *CONSTANTS}
+    assert found == tuple(name if name in kept else None for name in NormCECall._fields)
+    assert state == "state"
+    assert [a.name for a in ops.norm_ce._schema.arguments] == list(NormCECall._fields)
 
 
 @each_device
@@ -114,9 +129,9 @@ def test_the_compiler_gets_the_activation_behind_a_residual(name, device, monkey
     outputs = []
     backward = layer.backward
 
-    def recorded(grad, x, y, *args):
+    def recorded(call, grad, y, state):
         outputs.append(y)
-        return backward(grad, x, y, *args)
+        return backward(call, grad, y, state)
 
     monkeypatch.setattr(layer, "backward", recorded)
     eager = MODULES[name]().to(device)

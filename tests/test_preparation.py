@@ -25,7 +25,7 @@ import cenet.kernels.launch as launch_module
 from _fused import block
 from _kernels import each_device, interpreted, kernels_on, poisoned
 from _training import TINY, few_digits
-from cenet.kernels import layer, replay
+from cenet.kernels import layer
 from cenet.kernels.preparation import rehearse
 from cenet.models import create_model
 from cenet.train.engine import Trainer
@@ -78,7 +78,7 @@ def launched(monkeypatch, request):
     In the interpreter a network takes minutes, so there launches fill their results with zeros
     only, unless `request` asks for more.
     """
-    monkeypatch.setattr(replay, "_passes", {})
+    monkeypatch.setattr(launch_module, "_passes", {})
     real, keys = launch_module.launch, set()
     pretend = launch_module.INTERPRETED and not hasattr(request, "param")
 
@@ -177,7 +177,7 @@ def test_a_rehearsal_leaves_no_trace(device, launched):
         train(network, x)
     before = copy.deepcopy(network)
     grads = {name: p.grad.clone() for name, p in network.named_parameters()}
-    copies, passes, generators = [], dict(replay._passes), chance(device)
+    copies, passes, generators = [], dict(launch_module._passes), chance(device)
 
     def step(shadow):
         copies.append(weakref.ref(shadow))
@@ -194,7 +194,7 @@ def test_a_rehearsal_leaves_no_trace(device, launched):
     gc.collect()
     assert [shadow() for shadow in copies] == [None]
     assert chance(device) == generators
-    assert replay._passes == passes
+    assert launch_module._passes == passes
     assert not launch_module.is_collecting()
     for name, value in before.state_dict().items():  # num_batches_tracked, too
         assert torch.equal(network.state_dict()[name], value), name

@@ -12,12 +12,12 @@ from _checks import assert_close
 from _fused import block, images
 from _kernels import GATE, Kernels, Launch, Reference, check, each_device, kernels_on, upstream_of
 from cenet import ops
-from cenet.kernels import layer, replay
+from cenet.kernels import launch, layer
 
 
 @pytest.fixture(autouse=True)
 def _nothing_known(monkeypatch):
-    monkeypatch.setattr(replay, "_passes", {})
+    monkeypatch.setattr(launch, "_passes", {})
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_training_is_that_of_passes_worked_out_each_time(device, monkeypatch):
     other.load_state_dict(own.state_dict())
     for module in (own, other):
         if module is other:
-            monkeypatch.setattr(replay, "_passes", _Forgetful())
+            monkeypatch.setattr(launch, "_passes", _Forgetful())
         optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
         for step in range(4):
             with kernels_on(device):
@@ -148,10 +148,10 @@ def test_unaligned_input_is_worked_out(device, worked_out):
 
 @each_device
 def test_the_oldest_pass_is_forgotten(device, monkeypatch, worked_out):
-    monkeypatch.setattr(replay, "MOST_PASSES", 2)
+    monkeypatch.setattr(launch, "MOST_PASSES", 2)
     for n in (2, 3, 4, 3, 2):
         Kernels(Reference(Launch(n=n, device=device))).forward()
-    assert len(replay._passes) == 2
+    assert len(launch._passes) == 2
     assert len(worked_out) == 4
 
 
@@ -161,7 +161,7 @@ def test_no_tensor_is_kept(device):
     y, state = kernels.forward()
     grads = kernels.backward(upstream_of(y), y, state)
     mine = [weakref.ref(t) for t in (kernels.x, kernels.residual, y, state, grads["x"])]
-    assert replay._passes
+    assert launch._passes
     del kernels, y, state, grads
     gc.collect()
     assert [tensor() for tensor in mine] == [None] * 5

@@ -14,8 +14,7 @@ from cenet.nn import (
     EquilibriumLayer,
     InstanceReweighting2d,
 )
-from cenet.nn.base import finish
-from cenet.nn.tracing import call_as_leaf, is_proxy
+from cenet.nn.base import call_as_leaf, finish, is_proxy
 
 Branch = TypeVar("Branch", bound=EquilibriumLayer)
 

@@ -1,17 +1,14 @@
-"""`torch.library` operators around the kernels, and their gradients, fakes and FLOP counts.
+"""`torch.library` operators around the kernels: registration, gradients, fakes and FLOP counts.
 
     cenet::norm_ce             norm → CE → activation; moves running averages in place
     cenet::norm_ce_backward    its gradients
     cenet::folded_ce           CE in deployment, without gradients
 
-The operators take CUDA tensors. Everything else (CPU, float64, export, second derivatives) is the
-business of `functional`; `backend` chooses.
+The operators take CUDA tensors. CPU tensors, float64, export and second derivatives go to
+`functional`; `use_kernels` decides, and `backend` overrides it.
 
-Arguments of norm_ce: x (N, C, H, W); the residual added before the activation; γ and β of the norm;
-statistics, where `mode` says RUNNING; the gate; λ's logit and α; for norm, decorrelation and
-reweighting ABSENT, BATCH or RUNNING; constants of the block; an activation of `kernels.modes` and
-LeakyReLU's slope or ELU's α. After the gate come the running averages to move (`kernels.running`).
-The second result is for the backward pass alone (`kernels.state`).
+`kernels.call.NormCECall` describes the arguments of norm_ce. Its second result, `state`, is one
+tensor with all that the backward pass needs besides x (`kernels.layer.Saved`).
 """
 
 import os
@@ -26,7 +23,15 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 
 from cenet import functional as F
-from cenet.kernels.modes import ABSENT, BATCH, RUNNING, Mode
+from cenet.kernels.call import (
+    ABSENT,
+    BATCH,
+    NORM_CE,
+    NORM_CE_BACKWARD,
+    RUNNING,
+    NormCECall,
+    gradient_sizes,
+)
 
 Backend = Literal["auto", "triton", "torch"]
 BACKENDS = ("auto", "triton", "torch")
@@ -46,7 +51,7 @@ _backend = _checked(os.environ.get("CENET_BACKEND", "auto"), "CENET_BACKEND")
 
 @contextmanager
 def backend(name: Backend) -> Iterator[None]:
-    """Choose what CE layers run on inside the context, in all threads.
+    """Choose what CE layers run on inside this context, in all threads.
 
     Args:
         name: "auto" takes the kernels where they run and plain PyTorch elsewhere, "triton" raises
@@ -68,9 +73,10 @@ def backend(name: Backend) -> Iterator[None]:
 def use_kernels(
     x: Tensor, tensors: Sequence[Tensor | None], group_size: int, unless: str | None = None
 ) -> bool:
-    """Whether the kernels take x and these parameters; RuntimeError if they must and cannot.
+    """Whether to run x and these parameters on the kernels.
 
-    `unless` is a reason of the caller why they cannot.
+    Backend "triton" raises RuntimeError where they cannot. `unless` is the caller's own reason why
+    they cannot, if it has one.
     """
     if _backend == "torch" or (_backend == "auto" and not x.is_cuda):
         return False
@@ -105,28 +111,8 @@ def _why_not(x: Tensor, tensors: Sequence[Tensor | None], group_size: int) -> st
 
 
 _library: Any = torch.library.Library("cenet", "DEF")  # type: ignore[no-untyped-call]
-_CONSTANTS = (
-    "int[] sources, int group_size, int steps, int pool, float norm_eps, float eps, str act, "
-    "float slope"
-)
-_GATE = (
-    "Tensor? w1, Tensor? norm_weight, Tensor? norm_bias, Tensor? w2, Tensor? mix_logit, "
-    "Tensor? blend"
-)
-_AVERAGES = (
-    "Tensor(a!)? average_mean, Tensor(b!)? average_var, Tensor(c!)? norm_count, "
-    "Tensor(d!)? average_inv_sqrt, Tensor(e!)? bd_count, Tensor(f!)? average_inv_std, "
-    "Tensor(g!)? ir_count"
-)
-_library.define(
-    "norm_ce(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? running_mean, "
-    f"Tensor? running_var, Tensor? inv_sqrt, Tensor? inv_std, {_GATE}, {_AVERAGES}, "
-    f"float[] momenta, {_CONSTANTS}) -> (Tensor y, Tensor state)"
-)
-_library.define(
-    f"norm_ce_backward(Tensor grad, Tensor? y, Tensor x, Tensor? weight, Tensor? bias, {_GATE}, "
-    f"Tensor state, {_CONSTANTS}) -> (Tensor, Tensor, Tensor)"
-)
+_library.define(NORM_CE)
+_library.define(NORM_CE_BACKWARD)
 _library.define(
     "folded_ce(Tensor x, Tensor? residual, Tensor values, Tensor? matrix, Tensor w1, "
     "Tensor norm_weight, Tensor norm_bias, Tensor w2, Tensor inv_std, Tensor share, Tensor offset, "
@@ -136,86 +122,60 @@ norm_ce = torch.ops.cenet.norm_ce.default
 norm_ce_backward = torch.ops.cenet.norm_ce_backward.default
 folded_ce = torch.ops.cenet.folded_ce.default
 
-FIXED = 8  # tensors of norm_ce before the gate
-GATE = 6  # gate, λ and α
-AVERAGES = 7
-TENSORS = FIXED + GATE + AVERAGES
 
-
-def _norm_ce(x: Tensor, residual: Tensor | None, *args: Any) -> tuple[Tensor, Tensor]:
-    from cenet.kernels import layer
-    from cenet.kernels.running import Averages
-
-    fixed, gate = args[: FIXED - 2], args[FIXED - 2 : FIXED - 2 + GATE]
-    moved, momenta = args[FIXED - 2 + GATE : TENSORS - 2], args[TENSORS - 2]
-    block, settings = _block_and_settings(fixed, gate, args[TENSORS - 1 :])
-    averages = None
-    if any(tensor is not None for tensor in moved):
-        averages = Averages(*(*moved, tuple(momenta)))
-        torch.autograd.graph.increment_version([t for t in moved if t is not None])
-    with _device_of(x):
-        return layer.forward(x, residual, block, settings, averages)
-
-
-def _norm_ce_backward(
-    grad: Tensor, y: Tensor | None, x: Tensor, weight: Any, bias: Any, *args: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def _norm_ce(*args: Any) -> tuple[Tensor, Tensor]:
     from cenet.kernels import layer
 
-    fixed = (weight, bias, None, None, None, None)
-    block, settings = _block_and_settings(fixed, args[:GATE], args[GATE + 1 :])
-    with _device_of(x):
-        dx, residual, small = layer.backward(grad, x, y, block, settings, args[GATE])
-    return dx, x.new_empty(0) if residual is None or y is None else residual, small
+    call = NormCECall.without_gaps(args)
+    moved = [average for average in call.averages() if average is not None]
+    if moved:
+        torch.autograd.graph.increment_version(moved)
+    with _device_of(call.x):
+        return layer.forward(call)
 
 
-def _block_and_settings(fixed: Any, gate: Any, constants: Any) -> tuple[Any, Any]:
+def _norm_ce_backward(grad: Tensor, y: Tensor | None, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     from cenet.kernels import layer
-    from cenet.kernels.gate import GateWeights
 
-    # kernels take vectors and matrices without gaps
-    fixed = [None if tensor is None else tensor.contiguous() for tensor in fixed]
-    *weights, mix_logit, blend = gate
-    whole = None if weights[0] is None else GateWeights(*(w.contiguous() for w in weights))
-    mode, *rest = constants
-    return layer.Block(*(*fixed, whole, mix_logit, blend)), layer.Settings(Mode(*mode), *rest)
+    call, state = NormCECall.from_backward(*args)
+    call = NormCECall.without_gaps(call)
+    with _device_of(call.x):
+        dx, residual, small = layer.backward(call, grad, y, state)
+    return dx, call.x.new_empty(0) if residual is None or y is None else residual, small
 
 
 def _folded_ce(
     x: Tensor, residual: Tensor | None, values: Tensor, matrix: Tensor | None, *args: Any
 ) -> Tensor:
     from cenet.kernels import layer
-    from cenet.kernels.gate import GateWeights
 
-    gate = GateWeights(*(weight.contiguous() for weight in args[:4]))
+    *weights, inv_std, share, offset, act, slope = args
+    gate = F.Gate(*(weight.contiguous() for weight in weights))
     with _device_of(x):
-        act = (args[7], args[8])
-        inv_std, share, offset = args[4:7]
-        return layer.folded(x, residual, values, matrix, gate, inv_std, share, offset, act)
+        return layer.folded(x, residual, values, matrix, gate, inv_std, share, offset, (act, slope))
 
 
 def _device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Launches go to the current device."""
+    """A context in which the device of x is the current one, where launches go."""
     if x.device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(x.device)
 
 
-def _fake_norm_ce(x: Tensor, residual: Any, *args: Any) -> tuple[Tensor, Tensor]:
-    from cenet.kernels.state import Shape, size
+def _fake_norm_ce(*args: Any) -> tuple[Tensor, Tensor]:
+    from cenet.kernels.layer import state_size
 
-    w1, (mode, group_size, steps) = args[FIXED - 2], args[TENSORS - 1 : TENSORS + 2]
-    n, channels = x.shape[:2]
-    units = 0 if w1 is None else w1.shape[0]
-    state = size(Shape(n, channels, units, group_size, steps, Mode(*mode)))
-    return _dense_like(x), x.new_empty(state, dtype=torch.float32)
+    call = NormCECall(*args)
+    return _dense_like(call.x), call.x.new_empty(state_size(call), dtype=torch.float32)
 
 
 def _fake_norm_ce_backward(
-    grad: Tensor, y: Tensor | None, x: Tensor, weight: Any, bias: Any, *args: Any
+    grad: Tensor, y: Tensor | None, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    small = 2 * x.shape[1] + sum(tensor.numel() for tensor in args[:GATE] if tensor is not None)
+    call, _ = NormCECall.from_backward(*args)
+    x = call.x
     residual = x.new_empty(0) if y is None else _dense_like(x)
+    small = sum(gradient_sizes(x.shape[1], call.parameters()))
     return _dense_like(x), residual, x.new_empty(small, dtype=torch.float32)
 
 
@@ -226,22 +186,22 @@ def _dense_like(x: Tensor, *args: Any) -> Tensor:
 
 
 class _NormCE(torch.autograd.Function):
-    """Keeps x, what is small, and y if there was a residual and an activation.
+    """Saves x, the small tensors, and y if there are both a residual and an activation.
 
-    Takes what has a gradient, and the rest of the arguments of norm_ce in one tuple: autograd
-    looks at each of its own.
+    Its arguments are the tensors that may have a gradient, then the whole call as one object, which
+    autograd does not look into.
     """
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
-        *differentiable, (running, averages, constants) = args
-        x, residual, weight, bias, *gate = differentiable
+        call: NormCECall = args[-1]
         with torch._C._AutoDispatchBelowAutograd():
-            y, state = norm_ce(*args[:4], *running, *gate, *averages, *constants)
-        used = y if residual is not None and constants[-2] != "none" else None
-        ctx.save_for_backward(used, x, weight, bias, *gate, state)
-        ctx.constants = constants
-        ctx.has_residual = residual is not None
+            y, state = norm_ce(*call)
+        ctx.has_residual = call.residual is not None
+        # with a residual, the sign of the activation's argument cannot be recomputed from x
+        kept = y if ctx.has_residual and call.act != "none" else None
+        ctx.save_for_backward(kept, call.x, *call.parameters(), state)
+        ctx.constants = call.constants()
         ctx.mark_non_differentiable(state)
         ctx.set_materialize_grads(False)
         return y, state
@@ -249,7 +209,7 @@ class _NormCE(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> Any:
         if grad is None:
-            return (None,) * (4 + GATE + 1)
+            return (None,) * len(ctx.needs_input_grad)
         y, x, *parameters, state = ctx.saved_tensors
         *settings, act, slope = ctx.constants
         if y is not None and detect_fake_mode([grad]) is not None:
@@ -259,21 +219,19 @@ class _NormCE(torch.autograd.Function):
         dx, residual, small = norm_ce_backward(*args)
         grads: list[Tensor | None] = [None] * len(parameters)
         if any(ctx.needs_input_grad[2:]):
-            grads = _parts(small, x.shape[1], parameters)
+            grads = _parameter_gradients(small, x.shape[1], parameters)
         shortcut = (grad if y is None else residual) if ctx.has_residual else None
         return dx, shortcut, *grads, None
 
 
-def _parts(
+def _parameter_gradients(
     small: Tensor, channels: int, parameters: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """Gradients of γ, β (there even if these are not) and the others, in the parameters' dtypes."""
-    sizes = [channels, channels, *(p.numel() for p in parameters[2:] if p is not None)]
-    parts = iter(torch.split_with_sizes(small, sizes))
+    """The gradient of each parameter in its shape and dtype, from all of them in one tensor."""
+    parts = torch.split_with_sizes(small, gradient_sizes(channels, parameters))
     grads: list[Tensor | None] = []
-    for i, parameter in enumerate(parameters):
-        part = next(parts) if i < 2 or parameter is not None else None
-        if part is None or parameter is None:
+    for part, parameter in zip(parts, parameters, strict=True):
+        if parameter is None:
             grads.append(None)
             continue
         part = part if parameter.dim() == 1 else part.view(parameter.shape)
@@ -282,7 +240,7 @@ def _parts(
 
 
 def _through_activation(grad: Tensor, y: Tensor, act: str, slope: float) -> Tensor:
-    """Gradient of the activation's argument, told by what it returned."""
+    """Gradient of the activation's argument, read off the activation's result."""
     if act == "relu":
         return torch.where(y > 0, grad, 0)
     slopes = slope if act == "leaky_relu" else y.float() + slope
@@ -307,9 +265,8 @@ def _autograd_norm_ce(*args: Any) -> Any:
     if not _wants_gradients(args):
         with torch._C._AutoDispatchBelowAutograd():
             return norm_ce(*args)
-    running, gate = args[4:FIXED], args[FIXED : FIXED + GATE]
-    averages, constants = args[FIXED + GATE : TENSORS + 1], args[TENSORS + 1 :]
-    return _NormCE.apply(*args[:4], *gate, (running, averages, constants))
+    call = NormCECall._make(args)
+    return _NormCE.apply(call.x, call.residual, *call.parameters(), call)
 
 
 def _autograd_norm_ce_backward(*args: Any) -> Any:
@@ -344,12 +301,13 @@ _library.impl("folded_ce", _refuse_gradients, "Autograd")
 
 
 def before_activation(op: Any, args: Sequence[Any]) -> Tensor:
-    """What norm_ce or folded_ce, called with `args`, gives to its activation; nothing is moved."""
-    *rest, _, slope = args
+    """The argument of the activation inside a call of norm_ce or folded_ce; no average moves."""
+    found: Tensor
     if op is norm_ce:
-        rest[FIXED + GATE : TENSORS] = [None] * AVERAGES
-    result = op(*rest, "none", slope)
-    found: Tensor = result if isinstance(result, Tensor) else result[0]
+        found, _ = op(*NormCECall(*args).before_activation())
+    else:
+        *rest, _, slope = args
+        found = op(*rest, "none", slope)
     return found
 
 
@@ -363,22 +321,27 @@ def _register_flop_formulas() -> None:
     register_flop_formula(torch.ops.cenet.folded_ce)(_folded_flops)
 
 
-def _forward_flops(x_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+# FLOP formulas get shapes in the place of tensors
+
+
+def _forward_flops(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
     """Two products with the group matrices, one of them only with batch statistics; the gate."""
-    (_, bd, ir), group_size, w1 = args[TENSORS], args[TENSORS + 1], args[FIXED - 1]
-    entries = _matrix_entries(x_shape, group_size)
-    passes = {ABSENT: 0, BATCH: 2, RUNNING: 1}[bd]
-    return 2 * passes * entries + (4 * x_shape[0] * w1[0] * w1[1] if ir != ABSENT else 0)
+    return _flops(NormCECall(*args), {ABSENT: 0, BATCH: 2, RUNNING: 1}, 4)
 
 
 def _backward_flops(
-    grad_shape: Any, y_shape: Any, x_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any
+    grad_shape: Any, y_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any
 ) -> int:
     """Pᵀg and Σ g x̂ᵀ, and Q·x̂ with batch statistics; the gate twice."""
-    (_, bd, ir), group_size, w1 = args[GATE + 3], args[GATE + 4], args[2]
-    passes = {ABSENT: 0, BATCH: 3, RUNNING: 2}[bd]
-    gate = 8 * x_shape[0] * w1[0] * w1[1] if ir != ABSENT else 0
-    return 2 * passes * _matrix_entries(x_shape, group_size) + gate
+    call, _ = NormCECall.from_backward(*args)
+    return _flops(call, {ABSENT: 0, BATCH: 3, RUNNING: 2}, 8)
+
+
+def _flops(call: Any, products: dict[int, int], gate: int) -> int:
+    """Products with the group matrices by the source of decorrelation, and those of the gate."""
+    x, w1 = call.x, call.w1
+    matrices = 2 * products[call.mode.bd] * _matrix_entries(x, call.group_size)
+    return matrices + (gate * x[0] * w1[0] * w1[1] if call.mode.ir != ABSENT else 0)
 
 
 def _folded_flops(

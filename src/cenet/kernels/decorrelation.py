@@ -1,26 +1,78 @@
-"""Batch decorrelation of one group: covariance → W → P, and back.
+"""Batch decorrelation of one group, the twin of `functional.decorrelation`, and its backward.
 
-Jobs of a program, put into kernels by `between` and `between_backward`.
+Covariance → Newton's iteration → W → P. Jobs of one program, put into kernels by `coefficients`.
 """
 
 import triton
 import triton.language as tl
 
 from cenet.functional import RIDGE, RIDGE_FLOOR
-from cenet.kernels.gate import load_blend, load_lambda
-from cenet.kernels.newton import newton, newton_backward
-from cenet.kernels.statistics import (
-    IS_BATCH,
+from cenet.kernels.moments import (
     chunk_samples,
     group_channels,
     load_rows,
     sum_of_grams,
     sum_of_rows,
 )
-from cenet.kernels.tiles import dot
+from cenet.kernels.tiles import (
+    BETA,
+    COVARIANCE,
+    GAMMA,
+    IS_BATCH,
+    MAP,
+    MEAN,
+    OFFSET,
+    dot,
+    load_blend,
+    load_lambda,
+    load_value,
+    small_dot,
+    store_value,
+)
 
 RELATIVE_RIDGE = tl.constexpr(RIDGE)
 LEAST_RIDGE = tl.constexpr(RIDGE_FLOOR)
+
+
+@triton.jit
+def newton(sigma, iterates, inside, offsets, steps: tl.constexpr, K: tl.constexpr):
+    """The coupled form of `functional.newton_inverse_sqrt`; every step is kept for backward."""
+    place = tl.arange(0, sigma.shape[0])
+    eye = tl.where(place[:, None] == place[None, :], 1.0, 0.0)
+    y = sigma
+    step = 1.5 * eye - 0.5 * y
+    z = step
+    for t in tl.static_range(steps):
+        if t > 0:
+            y = small_dot(y, step)
+            step = 1.5 * eye - 0.5 * small_dot(z, y)
+            z = small_dot(step, z)
+        tl.store(iterates + (3 * t) * K * K + offsets, y, mask=inside)
+        tl.store(iterates + (3 * t + 1) * K * K + offsets, step, mask=inside)
+        tl.store(iterates + (3 * t + 2) * K * K + offsets, z, mask=inside)
+    return z
+
+
+@triton.jit
+def newton_backward(grad, iterates, inside, offsets, steps: tl.constexpr, K: tl.constexpr):
+    """Gradient of the first argument of `newton`, from the gradient of its result."""
+    grad_y = tl.zeros_like(grad)
+    grad_step = tl.zeros_like(grad)
+    grad_z = grad
+    for back in tl.static_range(steps - 1):
+        t = steps - 1 - back
+        y = tl.load(iterates + (3 * t) * K * K + offsets, mask=inside, other=0.0)
+        step = tl.load(iterates + (3 * t + 1) * K * K + offsets, mask=inside, other=0.0)
+        y_before = tl.load(iterates + (3 * t - 3) * K * K + offsets, mask=inside, other=0.0)
+        step_before = tl.load(iterates + (3 * t - 2) * K * K + offsets, mask=inside, other=0.0)
+        z_before = tl.load(iterates + (3 * t - 1) * K * K + offsets, mask=inside, other=0.0)
+        grad_step += small_dot(grad_z, tl.trans(z_before))
+        grad_zy = -0.5 * grad_step
+        grad_y += small_dot(tl.trans(z_before), grad_zy)
+        grad_z = small_dot(tl.trans(step), grad_z) + small_dot(grad_zy, tl.trans(y))
+        grad_step = small_dot(tl.trans(y_before), grad_y)
+        grad_y = small_dot(grad_y, tl.trans(step_before))
+    return grad_y - 0.5 * (grad_z + grad_step)
 
 
 @triton.jit
@@ -40,7 +92,7 @@ def decorrelate(
     beta,
     N,
     C,
-    L,  # pixels of what the covariance is of
+    L,  # pixels per sample of the map whose covariance is taken
     G,
     chunks,
     samples,
@@ -70,7 +122,7 @@ def decorrelate(
             cov += dot(tl.trans(apart * weight), apart)
         cov = cov / (tl.cast(N, tl.float32) * L)
         cov = tl.where(inside, cov * rstd[:, None] * rstd[None, :], 0.0)
-        tl.store(matrices_ptr + 2 * size + matrix, cov, mask=whole)
+        tl.store(matrices_ptr + size * COVARIANCE + matrix, cov, mask=whole)
         sigma = cov * gamma[:, None] * gamma[None, :]
         trace = tl.sum(tl.sum(sigma * eye, 0))
         channels = tl.sum(tl.where(valid, 1.0, 0.0))
@@ -84,8 +136,8 @@ def decorrelate(
         W = tl.load(running_inv_sqrt_ptr + matrix, mask=whole, other=0.0).to(tl.float32)
         tl.store(matrices_ptr + matrix, W, mask=whole)
     W = load_blend(blend_ptr) * load_lambda(mix_logit_ptr, 1.0) * W
-    tl.store(matrices_ptr + size + matrix, W * gamma[None, :], mask=whole)
-    tl.store(values_ptr + 4 * C + channel, tl.sum(W * beta[None, :], 1), mask=valid)
+    tl.store(matrices_ptr + size * MAP + matrix, W * gamma[None, :], mask=whole)
+    store_value(values_ptr, OFFSET, channel, valid, C, tl.sum(W * beta[None, :], 1))
 
 
 @triton.jit
@@ -115,10 +167,10 @@ def decorrelate_backward(
     STEPS: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Gradients of W and of the covariance; Q is what the latter means for x̂."""
+    """Gradients of γ, β and the covariance; Q · x̂ is the gradient of x̂ through the latter."""
     place, channel, valid = group_channels(group, C, K, KP)
-    gamma = tl.load(values_ptr + 2 * C + channel, mask=valid, other=0.0)
-    beta = tl.load(values_ptr + 3 * C + channel, mask=valid, other=0.0)
+    gamma = load_value(values_ptr, GAMMA, channel, valid, C)
+    beta = load_value(values_ptr, BETA, channel, valid, C)
     size = tl.cast(G, tl.int64) * K * K
     grad_c_sum = sum_of_rows(sums_ptr, channel, valid, chunks, C, KP, BS)
     i, j = place[:, None], place[None, :]
@@ -135,7 +187,7 @@ def decorrelate_backward(
     grad_gamma = share * tl.sum(W * grad_P, 0)
     grad_beta = share * tl.sum(W * grad_c_sum[:, None], 0)
     if BD == IS_BATCH:
-        cov = tl.load(matrices_ptr + 2 * size + matrix, mask=inside, other=0.0)
+        cov = tl.load(matrices_ptr + size * COVARIANCE + matrix, mask=inside, other=0.0)
         sigma = cov * gamma[:, None] * gamma[None, :]
         trace = tl.sum(tl.sum(sigma * eye, 0))
         channels = tl.sum(tl.where(valid, 1.0, 0.0))
@@ -155,7 +207,7 @@ def decorrelate_backward(
             measured = tl.cast(N, tl.float32) * windows
         Q = grad_sigma * gamma[:, None] * gamma[None, :] / measured
         if pooled_offset_ptr is not None:
-            pooled = tl.load(values_ptr + 6 * C + channel, mask=valid, other=0.0)
+            pooled = load_value(values_ptr, MEAN, channel, valid, C)
             pooled_offset = -tl.sum(Q * pooled[:, None], 0)
             tl.store(pooled_offset_ptr + channel, pooled_offset, mask=valid)
         tl.store(Q_ptr + matrix, Q, mask=whole)

@@ -1,15 +1,15 @@
-"""The gate of a folded layer, from what was measured, in two launches and without gradients."""
+"""The gate of a folded layer: two launches, from the measured moments, without gradients."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cenet.functional import GATE_NORM_EPS
+from cenet.functional import GATE_NORM_EPS, Gate
+from cenet.kernels.call import AVERAGES
 from cenet.kernels.gate import (
     DEPTH,
     ROWS,
     WIDTH,
-    GateWeights,
     gate_kernel,
     load_block,
     store_block,
@@ -18,12 +18,12 @@ from cenet.kernels.gate import (
 )
 from cenet.kernels.launch import empty, launch
 from cenet.kernels.moments import Parts
-from cenet.kernels.running import NOTHING
 from cenet.kernels.tiles import ceil_div, dot, power_of_2
 
-# of the hidden layer and of samples, at most: programs are few
+# upper bounds on parts of the hidden layer and on splits per sample
 PARTS = 8
 SPLITS = 8
+NO_AVERAGES = (None,) * len(AVERAGES)
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def load_variance(
 ):
     """Instance variances of a block of samples and channels, from the parts of the samples."""
     origin = load_block(pivot_ptr, n * SPLITS, c, N * SPLITS, C)
-    mean = tl.zeros_like(origin)  # from origin
+    mean = tl.zeros_like(origin)  # as a distance from the origin
     total = tl.zeros_like(origin)
     seen = 0.0
     for split in tl.static_range(SPLITS):
@@ -76,12 +76,12 @@ def _folded_hidden_kernel(
 def folded_gate(
     parts: Parts,
     pixels: int,
-    weights: GateWeights,
+    weights: Gate,
     inv_std: Tensor,
     share: Tensor,
     offset: Tensor,
 ) -> Tensor:
-    """w_n = share · s^{-1/2} · gate + offset of a folded layer, (N, C), from what was measured."""
+    """w_n = share · s^{-1/2} · gate + offset of a folded layer, (N, C), from the measured parts."""
     units, channels = weights.w1.shape
     n = len(parts.square) // parts.splits
     least = DEPTH if parts.splits > 2 else 2 * DEPTH
@@ -98,8 +98,8 @@ def folded_gate(
     launch(
         gate_kernel, (blocks,),
         hidden, None, inv_std, weights.norm_weight, weights.norm_bias, weights.w2, None, None,
-        share, offset, None, None, None, None, w, *NOTHING[:7], None, None, n, channels, units,
-        0.0, GATE_NORM_EPS, blocks, 0, 1.0, *NOTHING.momenta, DEPTHS=depths,
-        DP=power_of_2(depths), **tile_of_units(units),
+        share, offset, None, None, None, None, w, *NO_AVERAGES, None, None, n, channels, units,
+        0.0, GATE_NORM_EPS, blocks, 0, 1.0, 0.0, 0.0, 0.0, DEPTHS=depths, DP=power_of_2(depths),
+        **tile_of_units(units),
     )  # fmt: skip
     return w

@@ -1,9 +1,14 @@
-"""The instance gate: variances → gate → weights w_n, and its backward, in few launches.
+"""The instance gate, the twin of `functional.instance_gain`, and its backward.
 
     u = σ̃² r²      z = u W1ᵀ      h = relu(LN(z))      gate = sigmoid(h W2ᵀ)      r = s^{-1/2}
     w = α(1−λ) r · gate + (1−α)
 
-Programs take 16 samples at a time. α = 1 without a blend, λ = 0 without decorrelation.
+α = 1 without a blend, λ = 0 without decorrelation. Programs take 16 samples at a time.
+
+Forward: `hidden_layer` computes z in parts, `gate_kernel` the rest; running averages are moved in
+programs beside it. Backward, in three launches: `hidden_backward`, `variance_backward`, then
+`weights_backward`, `layer_norm_backward` and `shares_backward`. All but `gate_kernel` are jobs of
+one program, put into kernels by `coefficients`.
 """
 
 from typing import NamedTuple
@@ -13,17 +18,26 @@ import triton.language as tl
 from torch import Tensor
 
 from cenet.functional import GATE_NORM_EPS
+from cenet.kernels.averages import JOBS, average, matrix_entries_and_correction
+from cenet.kernels.call import NormCECall
 from cenet.kernels.launch import launch
-from cenet.kernels.running import JOBS, NOTHING, Averages, average, numbers
-from cenet.kernels.statistics import (
+from cenet.kernels.moments import Statistics, sum_of_rows
+from cenet.kernels.norm import inverse_spread, load_gamma, mean_of_chunks, sum_of_scalars
+from cenet.kernels.tiles import (
+    BETA,
+    FEW_PROGRAMS,
+    GAMMA,
     IS_BATCH,
-    Statistics,
-    inverse_spread,
-    load_gamma,
-    mean_of_chunks,
-    sum_of_rows,
+    SCALE,
+    VARIANCE,
+    at_least_0,
+    ceil_div,
+    dot,
+    load_blend,
+    load_lambda,
+    load_value,
+    power_of_2,
 )
-from cenet.kernels.tiles import FEW_PROGRAMS, at_least_0, ceil_div, dot, power_of_2
 
 # a program takes ROWS samples and WIDTH columns of the result, and adds up DEPTH terms at a time
 ROWS = 16
@@ -31,55 +45,38 @@ WIDTH = 32
 DEPTH = 64
 WARPS = 4
 MOST_DEPTH = 128
-PARTS = 4  # of the hidden layer at most, which programs compute apart from each other
-
-
-class GateWeights(NamedTuple):
-    """The gate's parameters, with H hidden units."""
-
-    w1: Tensor  # (H, C)
-    norm_weight: Tensor  # (H,)
-    norm_bias: Tensor  # (H,)
-    w2: Tensor  # (C, H)
+PARTS = 4  # upper bound on parts of the hidden layer, which programs compute independently
 
 
 class Hidden(NamedTuple):
-    """z / r² in parts, one for every so many channels."""
+    """The hidden layer, z / r², as a sum of parts: one part for each span of channels."""
 
     parts: Tensor  # (depths, N, H)
     s: Tensor | None  # (depths,), parts of Σ σ̃²; None if r is a running statistic
 
 
 class GateState(NamedTuple):
-    """What the forward pass leaves to the backward pass."""
+    """Results of the gate that its backward pass needs."""
 
     hidden: Tensor  # (N, H), z standardized
-    spread: Tensor  # (N,), what it was multiplied by
+    spread: Tensor  # (N,), 1/std of z
     gates: Tensor  # (2, N, C): gate and w
     inv_std: Tensor  # (), r
 
+    @property
+    def gate(self) -> Tensor:
+        """(N, C)."""
+        return self.gates[0]
 
-@triton.jit
-def load_lambda(mix_logit_ptr, default):
-    """λ, or `default` where there is no choice between branches."""
-    if mix_logit_ptr is None:
-        return default
-    else:
-        return tl.sigmoid(tl.load(mix_logit_ptr).to(tl.float32))
-
-
-@triton.jit
-def load_blend(blend_ptr):
-    """α, or 1."""
-    if blend_ptr is None:
-        return 1.0
-    else:
-        return tl.load(blend_ptr).to(tl.float32)
+    @property
+    def w(self) -> Tensor:
+        """(N, C)."""
+        return self.gates[1]
 
 
 @triton.jit
 def load_block(ptr, row, column, rows, columns):
-    """A block of a matrix of that many rows and columns, in float32."""
+    """A block of a (rows, columns) matrix in float32, zero outside."""
     mask = (row < rows)[:, None] & (column < columns)[None, :]
     offsets = row[:, None].to(tl.int64) * columns + column[None, :]
     return tl.load(ptr + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -87,7 +84,7 @@ def load_block(ptr, row, column, rows, columns):
 
 @triton.jit
 def store_block(ptr, row, column, rows, columns, values):
-    """Write a block of such a matrix."""
+    """Write a block of a (rows, columns) matrix."""
     mask = (row < rows)[:, None] & (column < columns)[None, :]
     offsets = row[:, None].to(tl.int64) * columns + column[None, :]
     tl.store(ptr + offsets, values.to(ptr.dtype.element_ty), mask=mask)
@@ -117,7 +114,7 @@ def hidden_layer(
     C,
     L,
     H,
-    span,  # channels of a part
+    span,  # channels per part
     chunks,
     samples,
     norm_eps,
@@ -127,7 +124,7 @@ def hidden_layer(
     BW: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """A part of z / r² for a block of samples and of units: what some channels add to it."""
+    """The share of one span of channels in z / r², for a block of samples and of units."""
     n = row * BN + tl.arange(0, BN)
     h = column * BW + tl.arange(0, BW)
     part = tl.zeros((BN, BW), tl.float32)
@@ -183,7 +180,7 @@ def row_moments(
 
 @triton.jit
 def _gated(standard, norm_weight_ptr, norm_bias_ptr, w2_ptr, c, h, C, H):
-    """What some units add to the sigmoid's argument."""
+    """The share of some hidden units in the sigmoid's argument."""
     weight = load_vector(norm_weight_ptr, h, H)[None, :]
     hidden = at_least_0(standard * weight + load_vector(norm_bias_ptr, h, H)[None, :])
     return dot(hidden, tl.trans(load_block(w2_ptr, c, h, C, H)))
@@ -280,7 +277,7 @@ def gate_kernel(
     BW: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """The gate by blocks of samples and channels, and running averages in programs after those."""
+    """The gate by blocks of samples and channels; running averages in the programs after those."""
     if s_ptr is not None:
         depth = tl.arange(0, DP)
         s = tl.sum(tl.load(s_ptr + depth, mask=depth < DEPTHS, other=0.0)) / N / C
@@ -299,59 +296,293 @@ def gate_kernel(
         if program >= blocks:
             average(
                 program - blocks, mean_ptr, var_ptr, norm_count_ptr, inv_sqrt_ptr, bd_count_ptr,
-                running_ptr, ir_count_ptr, values_ptr, values_ptr + 5 * C, matrices_ptr, r, C,
-                entries, correction, norm_momentum, bd_momentum, ir_momentum,
+                running_ptr, ir_count_ptr, values_ptr, values_ptr + C * VARIANCE, matrices_ptr, r,
+                C, entries, correction, norm_momentum, bd_momentum, ir_momentum,
             )  # fmt: skip
 
 
-def gate_forward(
-    hidden: Hidden,
-    weights: GateWeights,
-    state: GateState,
-    running_inv_std: Tensor | None,
-    mix_logit: Tensor | None,
-    blend: Tensor | None,
-    eps: float,
-    averages: Averages | None,
-    found: Statistics,
-    count: int,
-) -> None:
-    """Fill in `state`, from the hidden layer that `between` has made, and move running averages.
-
-    `found` is what they move to; `count` are the values of a channel.
-    """
+def gate_forward(call: NormCECall, hidden: Hidden, state: GateState, found: Statistics) -> None:
+    """Fill in `state`, from the hidden layer of `coefficients`, and move running averages."""
     depths, n, units = hidden.parts.shape
-    channels = weights.w2.shape[0]
+    channels = call.x.shape[1]
     blocks = ceil_div(n, ROWS) * ceil_div(channels, WIDTH)
-    moving = averages is not None
-    averages = averages or NOTHING
-    _, entries, correction = numbers(averages, found.values, count)
+    averages = call.averages()
+    moving = any(average is not None for average in averages)
     launch(
         gate_kernel, (blocks + (JOBS if moving else 0),),
-        hidden.parts, hidden.s, running_inv_std, weights.norm_weight, weights.norm_bias,
-        weights.w2, mix_logit, blend, None, None, state.hidden, state.spread, state.gates[0],
-        state.inv_std, state.gates[1], *averages[:7], found.values if moving else None,
-        found.matrices if moving else None, n, channels, units, eps, GATE_NORM_EPS, blocks,
-        entries, correction, *averages.momenta, DEPTHS=depths, DP=power_of_2(depths),
+        hidden.parts, hidden.s, call.inv_std, call.norm_weight, call.norm_bias, call.w2,
+        call.mix_logit, call.blend, None, None, state.hidden, state.spread, state.gate,
+        state.inv_std, state.w, *averages, found.values if moving else None,
+        found.matrices if moving else None, n, channels, units, call.eps, GATE_NORM_EPS, blocks,
+        *matrix_entries_and_correction(call), *call.momenta, DEPTHS=depths, DP=power_of_2(depths),
         **tile_of_units(units),
     )  # fmt: skip
 
 
+@triton.jit
+def load_sum_of_splits(ptr, row, column, rows, columns, splits):
+    """A block of a (rows·splits, columns) matrix, splits of a row added."""
+    total = load_block(ptr, row * splits, column, rows * splits, columns)
+    for split in range(1, splits):
+        total += load_block(ptr, row * splits + split, column, rows * splits, columns)
+    return total
+
+
+@triton.jit
+def _load_grad_w(grad_d_ptr, grad_c_ptr, values_ptr, n, c, N, C, splits):
+    """gw = gd γ + gc β."""
+    grad_d = load_sum_of_splits(grad_d_ptr, n, c, N, C, splits)
+    grad_c = load_sum_of_splits(grad_c_ptr, n, c, N, C, splits)
+    return (
+        grad_d * load_value(values_ptr, GAMMA, c, c < C, C)[None, :]
+        + grad_c * load_value(values_ptr, BETA, c, c < C, C)[None, :]
+    )
+
+
+@triton.jit
+def hidden_backward(
+    row,
+    column,
+    depth,
+    grad_d_ptr,  # (N·splits, C)
+    grad_c_ptr,  # (N·splits, C)
+    values_ptr,  # (10, C)
+    gate_ptr,  # (N, C)
+    w2_ptr,  # (C, H)
+    inv_std_ptr,  # ()
+    mix_logit_ptr,  # (), or None
+    blend_ptr,  # (), or None
+    grad_logit_ptr,  # (N, C), gradient of the sigmoid's argument
+    grad_hidden_ptr,  # (depths, N, H), gradient of h in parts
+    N,
+    C,
+    H,
+    span,  # channels per part
+    splits,
+    BN: tl.constexpr,
+    BW: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """The share of one span of channels in the gradient of h, for a block of samples and units."""
+    n = row * BN + tl.arange(0, BN)
+    h = column * BW + tl.arange(0, BW)
+    share = load_blend(blend_ptr) * (1 - load_lambda(mix_logit_ptr, 0.0)) * tl.load(inv_std_ptr)
+    part = tl.zeros((BN, BW), tl.float32)
+    for start in range(depth * span, tl.minimum((depth + 1) * span, C), BK):
+        c = start + tl.arange(0, BK)
+        grad_w = _load_grad_w(grad_d_ptr, grad_c_ptr, values_ptr, n, c, N, C, splits)
+        gate = load_block(gate_ptr, n, c, N, C)
+        grad_logit = share * grad_w * gate * (1 - gate)
+        part += dot(grad_logit, load_block(w2_ptr, c, h, C, H))
+        if column == 0:
+            store_block(grad_logit_ptr, n, c, N, C, grad_logit)
+    store_block(grad_hidden_ptr + tl.cast(depth, tl.int64) * N * H, n, h, N, H, part)
+
+
+@triton.jit
+def _relu_backward(
+    standard_ptr, grad_hidden_ptr, norm_weight_ptr, norm_bias_ptr, n, h, N, H, DEPTHS: tl.constexpr
+):
+    """Standardized z, the gradient of relu's argument, and the LayerNorm's weight."""
+    z = load_block(standard_ptr, n, h, N, H)
+    weight = load_vector(norm_weight_ptr, h, H)[None, :]
+    active = z * weight + load_vector(norm_bias_ptr, h, H)[None, :] > 0
+    grad = load_block(grad_hidden_ptr, n, h, N, H)
+    for depth in tl.static_range(1, DEPTHS):
+        grad += load_block(grad_hidden_ptr + tl.cast(depth, tl.int64) * N * H, n, h, N, H)
+    return z, tl.where(active, grad, 0.0), weight
+
+
+@triton.jit
+def variance_backward(
+    row,
+    column,
+    columns,
+    standard_ptr,  # (N, H), standardized z
+    spread_ptr,  # (N,)
+    grad_hidden_ptr,  # (depths, N, H)
+    norm_weight_ptr,  # (H,)
+    norm_bias_ptr,  # (H,)
+    w1_ptr,  # (H, C)
+    var_ptr,  # (N, C)
+    gate_ptr,  # (N, C)
+    grad_d_ptr,  # (N·splits, C)
+    grad_c_ptr,  # (N·splits, C)
+    values_ptr,  # (10, C)
+    grad_u_ptr,  # (N, C)
+    through_var_ptr,  # (rows, C): Σ gu ⊙ v over the samples of a block
+    scalars_ptr,  # (rows·columns, 3)
+    grad_norm_ptr,  # (N, H), gradient of relu's argument
+    grad_z_ptr,  # (N, H)
+    N,
+    C,
+    H,
+    splits,
+    DEPTHS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BN: tl.constexpr,
+    BW: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """Gradient of u for a block of samples and channels, and the sums that later launches need."""
+    n = row * BN + tl.arange(0, BN)
+    c = column * BW + tl.arange(0, BW)
+    spread = load_vector(spread_ptr, n, N)
+    if WHOLE:
+        h = tl.arange(0, BK)
+        z, grad, weight = _relu_backward(
+            standard_ptr, grad_hidden_ptr, norm_weight_ptr, norm_bias_ptr, n, h, N, H, DEPTHS
+        )
+        first, second = tl.sum(grad * weight, 1) / H, tl.sum(grad * weight * z, 1) / H
+        grad_z = spread[:, None] * (grad * weight - first[:, None] - z * second[:, None])
+        grad_u = dot(grad_z, load_block(w1_ptr, h, c, H, C))
+        if column == 0:
+            store_block(grad_norm_ptr, n, h, N, H, grad)
+            store_block(grad_z_ptr, n, h, N, H, grad_z)
+    else:
+        first = tl.zeros((BN,), tl.float32)
+        second = tl.zeros((BN,), tl.float32)
+        for start in range(0, H, BK):
+            h = start + tl.arange(0, BK)
+            z, grad, weight = _relu_backward(
+                standard_ptr, grad_hidden_ptr, norm_weight_ptr, norm_bias_ptr, n, h, N, H, DEPTHS
+            )
+            first += tl.sum(grad * weight, 1)
+            second += tl.sum(grad * weight * z, 1)
+        first, second = first / H, second / H
+        grad_u = tl.zeros((BN, BW), tl.float32)
+        for start in range(0, H, BK):
+            h = start + tl.arange(0, BK)
+            z, grad, weight = _relu_backward(
+                standard_ptr, grad_hidden_ptr, norm_weight_ptr, norm_bias_ptr, n, h, N, H, DEPTHS
+            )
+            grad_z = spread[:, None] * (grad * weight - first[:, None] - z * second[:, None])
+            grad_u += dot(grad_z, load_block(w1_ptr, h, c, H, C))
+            if column == 0:
+                store_block(grad_norm_ptr, n, h, N, H, grad)
+                store_block(grad_z_ptr, n, h, N, H, grad_z)
+    store_block(grad_u_ptr, n, c, N, C, grad_u)
+    scale = load_value(values_ptr, SCALE, c, c < C, C)
+    grad_w = _load_grad_w(grad_d_ptr, grad_c_ptr, values_ptr, n, c, N, C, splits)
+    through_var = tl.sum(grad_u * load_block(var_ptr, n, c, N, C), 0)
+    tl.store(through_var_ptr + tl.cast(row, tl.int64) * C + c, through_var, mask=c < C)
+    block = (row * columns + column) * 3
+    tl.store(scalars_ptr + block, tl.sum(grad_w * load_block(gate_ptr, n, c, N, C)))
+    tl.store(scalars_ptr + block + 1, tl.sum(through_var * scale * scale))
+    tl.store(scalars_ptr + block + 2, tl.sum(grad_w))
+
+
+@triton.jit
+def weights_backward(
+    row,
+    column,
+    second,  # W2
+    standard_ptr,  # (N, H)
+    norm_weight_ptr,  # (H,)
+    norm_bias_ptr,  # (H,)
+    grad_z_ptr,  # (N, H)
+    grad_logit_ptr,  # (N, C)
+    var_ptr,  # (N, C)
+    values_ptr,  # (10, C)
+    inv_std_ptr,  # ()
+    grad_w1_ptr,  # (H, C)
+    grad_w2_ptr,  # (C, H)
+    N,
+    C,
+    H,
+    BW: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """Gradient of W1, or that of W2, for a block of units and channels."""
+    h = row * BW + tl.arange(0, BW)
+    c = column * BW + tl.arange(0, BW)
+    total = tl.zeros((BW, BW), tl.float32)
+    if second:
+        weight = load_vector(norm_weight_ptr, h, H)[None, :]
+        bias = load_vector(norm_bias_ptr, h, H)[None, :]
+        for start in range(0, N, BK):
+            n = start + tl.arange(0, BK)
+            grad_logit = tl.trans(load_block(grad_logit_ptr, n, c, N, C))
+            hidden = at_least_0(load_block(standard_ptr, n, h, N, H) * weight + bias)
+            total = dot(grad_logit, hidden, total)
+        store_block(grad_w2_ptr, c, h, C, H, total)
+    else:
+        scale = load_value(values_ptr, SCALE, c, c < C, C) * tl.load(inv_std_ptr)
+        for start in range(0, N, BK):
+            n = start + tl.arange(0, BK)
+            u = load_block(var_ptr, n, c, N, C) * (scale * scale)[None, :]
+            total = dot(tl.trans(load_block(grad_z_ptr, n, h, N, H)), u, total)
+        store_block(grad_w1_ptr, h, c, H, C, total)
+
+
+@triton.jit
+def layer_norm_backward(
+    row,
+    standard_ptr,  # (N, H)
+    grad_norm_ptr,  # (N, H)
+    grad_norm_weight_ptr,  # (H,)
+    grad_norm_bias_ptr,  # (H,)
+    N,
+    H,
+    BW: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """Gradients of the LayerNorm's weight and bias for a block of units."""
+    h = row * BW + tl.arange(0, BW)
+    grad_norm_weight = tl.zeros((BK, BW), tl.float32)
+    grad_norm_bias = tl.zeros((BK, BW), tl.float32)
+    for start in range(0, N, BK):
+        n = start + tl.arange(0, BK)
+        grad = load_block(grad_norm_ptr, n, h, N, H)
+        grad_norm_weight += grad * load_block(standard_ptr, n, h, N, H)
+        grad_norm_bias += grad
+    tl.store(grad_norm_weight_ptr + h, tl.sum(grad_norm_weight, 0), mask=h < H)
+    tl.store(grad_norm_bias_ptr + h, tl.sum(grad_norm_bias, 0), mask=h < H)
+
+
+@triton.jit
+def shares_backward(
+    inv_std_ptr,  # ()
+    mix_logit_ptr,  # (), or None
+    blend_ptr,  # (), or None
+    scalars_ptr,  # (blocks, 3)
+    group_scalars_ptr,  # (G, 2): <W, gM> is the first, or None
+    grad_mix_logit_ptr,  # (), or None
+    grad_blend_ptr,  # (), or None
+    G,
+    blocks,
+    GP: tl.constexpr,
+):
+    """Gradients of λ's logit and of α."""
+    through_W = 0.0
+    if group_scalars_ptr is not None:
+        group = tl.arange(0, GP)
+        through_W = tl.sum(tl.load(group_scalars_ptr + group * 2, mask=group < G, other=0.0))
+    through_w = sum_of_scalars(scalars_ptr, 2, blocks)
+    gated = tl.load(inv_std_ptr) * sum_of_scalars(scalars_ptr, 0, blocks)
+    lam = load_lambda(mix_logit_ptr, 0.0)
+    blend = load_blend(blend_ptr)
+    if grad_mix_logit_ptr is not None:
+        tl.store(grad_mix_logit_ptr, blend * (through_W - gated) * lam * (1 - lam))
+    if grad_blend_ptr is not None:
+        tl.store(grad_blend_ptr, lam * through_W + (1 - lam) * gated - through_w)
+
+
 def span_of(n: int, channels: int, units: int) -> int:
-    """Channels of a part of the hidden layer, but of the last; as many parts as fill the device."""
+    """Channels per part of the hidden layer; there are as many parts as fill the device."""
     depth = tile(channels)["BK"]
     parts = max(1, min(PARTS, FEW_PROGRAMS // (ceil_div(n, ROWS) * ceil_div(units, WIDTH))))
     return ceil_div(ceil_div(channels, parts), depth) * depth
 
 
 def tile(depth: int, most: int = DEPTH) -> dict[str, int]:
-    """What a kernel that adds up so many terms is compiled for."""
+    """Constants of a kernel that sums over `depth` terms, at most `most` at a time."""
     deep = min(most, power_of_2(depth))
     return {"BN": ROWS, "BW": WIDTH, "BK": deep, "num_warps": 8 if deep > DEPTH else WARPS}
 
 
 def tile_of_units(units: int) -> dict[str, int]:
-    """The same of one that adds up over hidden units: all at a time, if they are few."""
+    """Constants of a kernel that sums over hidden units: all at a time, if they are few."""
     whole = units <= MOST_DEPTH
     cut = tile(units, MOST_DEPTH if whole else DEPTH)
     return {**cut, "WHOLE": whole, "num_stages": 1 if whole else 3}

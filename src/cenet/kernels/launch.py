@@ -1,11 +1,16 @@
-"""Starting kernels and making room for their results.
+"""Starting kernels: one by one, or all launches of a pass again.
 
-A kernel is looked up by what it was compiled for and started by that handle: going through Triton's
-own lookup every time takes longer on the host than most of these kernels take on the device.
+`launch` finds a compiled kernel by its types and constants and starts it by that handle: Triton's
+own lookup takes the host longer than most of these kernels take the device.
+
+`replay` goes one step further. Kernels, grids and numbers of a pass depend on shapes, dtypes and
+settings alone. So the first pass of a kind is recorded: its launches, and for every pointer the
+tensor of the caller or the place in scratch memory that it points to. Later passes only fill in
+addresses.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from threading import local
@@ -14,15 +19,19 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
 # the interpreter has no arithmetic in bfloat16: there, operands are widened after rounding
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+# upper bound on recorded passes; a detector sees images of many sizes
+MOST_PASSES = 4096
+ALIGNMENT = 256  # bytes, of scratch memory
 
 Key = tuple[Any, ...]
 
 
 class Wanted(NamedTuple):
-    """A kernel to compile; a tensor among its arguments may be given by its dtype."""
+    """A kernel to compile. Its tensor arguments may be given by their dtypes."""
 
     kernel: Any
     args: Sequence[Any]
@@ -34,24 +43,24 @@ _collected: dict[Key, Wanted] | None = None
 
 
 class Listener(Protocol):
-    """Who wants to know what is started and made room for."""
+    """Receives every kernel launch and scratch allocation of the current thread."""
 
     def launched(self, start: Callable[..., None], args: Sequence[Any], rest: list[Any]) -> None:
-        """`start(*args, *rest)` was called; `rest` has no tensors."""
+        """`start(*args, *rest)` was called; there are no tensors in `rest`."""
 
     def allocated(self, tensor: Tensor) -> None:
-        """`tensor` is new."""
+        """`tensor` was allocated."""
 
 
 class _Listening(local):
     listener: Listener | None = None
 
 
-listening = _Listening()  # of a thread
+listening = _Listening()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """Run `kernel` on a grid; `constants` are what it is compiled for, and launch options."""
+    """Run `kernel` on a grid; `constants` are its constexpr arguments and launch options."""
     if _collected is not None:
         wanted = Wanted(kernel, [_without_memory(argument) for argument in args], constants)
         _collected[key_of(kernel, args, constants)] = wanted
@@ -80,16 +89,16 @@ def compile_kernel(key: Key, wanted: Wanted) -> Any:
 
 
 def is_compiled(key: Key) -> bool:
-    """Whether launches of this key have their kernel."""
+    """Whether the kernel for launches of this key is compiled."""
     return key in _compiled
 
 
 @contextmanager
 def collecting() -> Iterator[dict[Key, Wanted]]:
-    """Start nothing inside, in no thread: collect the kernels that would be, each once.
+    """Collect the kernels that would be launched inside this context, each once; launch none.
 
-    Not thread-local, because the backward pass has threads of its own. What is still launched in
-    earnest by others meanwhile is lost.
+    Not thread-local, because the backward pass has threads of its own. Launches of other threads
+    meanwhile are lost.
     """
     global _collected
     found: dict[Key, Wanted] = {}
@@ -106,7 +115,7 @@ def is_collecting() -> bool:
 
 
 def key_of(kernel: Any, args: Sequence[Any], constants: dict[str, Any]) -> Key:
-    """What launches have in common that one compiled kernel serves."""
+    """A key that is equal for all launches that one compiled kernel serves."""
     if INTERPRETED:
         return (id(kernel), *constants.values(), *map(_kind, args))
     kinds = [
@@ -117,7 +126,7 @@ def key_of(kernel: Any, args: Sequence[Any], constants: dict[str, Any]) -> Key:
 
 
 def _kind(argument: Any) -> Any:
-    """What Triton compiles a kernel for: type and alignment of a tensor, divisibility of a size."""
+    """What Triton specializes on: dtype and alignment of a tensor, divisibility of a size."""
     if argument is None or type(argument) is float:
         return None
     if type(argument) is int:
@@ -130,7 +139,7 @@ def _is_aligned(tensor: Tensor) -> bool:
 
 
 def _without_memory(argument: Any) -> Any:
-    """Something of the same kind that keeps no tensor alive."""
+    """An argument of the same kind that keeps no tensor alive."""
     if not isinstance(argument, Tensor):
         return argument
     if _is_aligned(argument):
@@ -139,7 +148,7 @@ def _without_memory(argument: Any) -> Any:
 
 
 def empty(device: torch.device, *shape: int) -> Tensor:
-    """Room for a small result, in float32; see `empty_like`."""
+    """A small uninitialized result in float32; zeros while launches are collected."""
     make = torch.empty if _collected is None else torch.zeros
     tensor = make(shape, dtype=torch.float32, device=device)
     if listening.listener is not None:
@@ -148,5 +157,140 @@ def empty(device: torch.device, *shape: int) -> Tensor:
 
 
 def empty_like(x: Tensor) -> Tensor:
-    """Room for a result like x; zeros while launches are collected, since nothing will fill it."""
+    """An uninitialized result like x; zeros while launches are collected: nothing will fill it."""
     return torch.empty_like(x) if _collected is None else torch.zeros_like(x)
+
+
+class _Launch(NamedTuple):
+    """A recorded launch. Its pointers are None among the arguments and listed in `addresses`."""
+
+    start: Callable[..., None]
+    arguments: list[Any]
+    addresses: list[tuple[int, int, int]]  # place among the arguments, region, offset in bytes
+    dtypes: list[torch.dtype]  # of the tensors there
+
+
+class _Pass(NamedTuple):
+    """Launches of a recorded pass, and the bytes of scratch memory they share."""
+
+    launches: list[_Launch]
+    scratch: int
+
+
+_passes: dict[Hashable, _Pass] = {}
+
+
+def replay(
+    key: Hashable, tensors: Sequence[Tensor | None], device: torch.device, run: Callable[[], None]
+) -> None:
+    """Call `run`, or repeat the launches it made when it was first called with this key.
+
+    Args:
+        key: everything that decides which launches `run` makes, except the dtypes of `tensors`.
+        tensors: all tensors that `run` reads or writes, without gaps, except those it allocates
+            by `empty`.
+        device: the device of the tensors.
+        run: launches kernels and has no other effect.
+    """
+    if is_collecting():
+        return run()
+    addresses: list[int] = []
+    kind: list[Hashable] = [key, device]
+    bits = 0
+    for tensor in tensors:
+        address = 0 if tensor is None else tensor.data_ptr()
+        bits |= address
+        addresses.append(address)
+        kind.append(None if tensor is None else tensor.dtype)
+    if bits % 16:
+        return run()  # needs other kernels, compiled for unaligned addresses
+    key = tuple(kind)
+    known = _passes.get(key)
+    if known is not None:
+        return _again(known, tensors, addresses, device)
+    recorder = _Recorder(tensors)
+    listening.listener = recorder
+    try:
+        run()
+    finally:
+        listening.listener = None
+    if recorder.complete:
+        if len(_passes) >= MOST_PASSES:
+            del _passes[next(iter(_passes))]
+        _passes[key] = _Pass(recorder.launches, recorder.scratch)
+    return None
+
+
+class _Recorder:
+    """Records a pass. Keeps its scratch tensors alive, so that no address is used twice."""
+
+    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
+        self.launches: list[_Launch] = []
+        self.scratch = 0
+        self.complete = True
+        self.kept: list[Tensor] = []
+        # region, offset of the tensor in it, first address, end; scratch memory is the last region
+        self.spans = [
+            (region, 0, tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+            for region, tensor in enumerate(tensors)
+            if tensor is not None
+        ]
+        self.scratch_region = len(tensors)
+
+    def allocated(self, tensor: Tensor) -> None:
+        begin = tensor.data_ptr()
+        self.kept.append(tensor)
+        self.spans.append((self.scratch_region, self.scratch, begin, begin + tensor.nbytes))
+        self.scratch += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+
+    def launched(self, start: Callable[..., None], args: Sequence[Any], rest: list[Any]) -> None:
+        arguments = [*args, *rest]
+        addresses, dtypes = [], []
+        for place, argument in enumerate(args):
+            if not isinstance(argument, Tensor):
+                continue
+            arguments[place] = None  # a record must not keep tensors alive
+            if argument.numel() == 0:
+                arguments[place] = argument if INTERPRETED else 0
+                continue
+            address = argument.data_ptr()
+            found = [
+                (region, offset + address - begin)
+                for region, offset, begin, end in self.spans
+                if begin <= address < end
+            ]
+            if len(found) != 1:  # a tensor that was given twice, or not at all
+                self.complete = False
+                return
+            addresses.append((place, *found[0]))
+            dtypes.append(argument.dtype)
+        self.launches.append(_Launch(start, arguments, addresses, dtypes))
+
+
+def _again(
+    known: _Pass, tensors: Sequence[Tensor | None], addresses: list[int], device: torch.device
+) -> None:
+    scratch = torch.empty(known.scratch // 4, dtype=torch.float32, device=device)
+    if INTERPRETED:
+        return _interpret_again(known, [*tensors, scratch])
+    begins = [*addresses, scratch.data_ptr()]
+    stream = driver.active.get_current_stream(device.index)
+    for start, arguments, places, _ in known.launches:
+        filled = arguments.copy()
+        for place, region, offset in places:
+            filled[place] = begins[region] + offset
+        start(*filled, stream=stream)
+    return None
+
+
+def _interpret_again(known: _Pass, regions: list[Tensor | None]) -> None:
+    for start, arguments, places, dtypes in known.launches:
+        filled = arguments.copy()
+        for (place, region, offset), dtype in zip(places, dtypes, strict=True):
+            tensor = regions[region]
+            assert tensor is not None
+            begin = tensor.storage_offset() * tensor.element_size() + offset
+            storage = tensor.untyped_storage()
+            view = torch.empty(0, dtype=dtype)
+            filled[place] = view.set_(storage, begin // dtype.itemsize, (1,), (1,))
+        start(*filled)

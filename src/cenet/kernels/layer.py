@@ -1,56 +1,40 @@
-"""Norm → CE → activation from the kernels: which launches make up a forward and a backward pass."""
+"""Norm → CE → activation on the kernels: the launches of a forward and of a backward pass.
+
+    forward     measure x → condense → coefficients → gate → mix
+    backward    reduce x, grad → coefficients_backward (three launches) → dx
+
+Each pass is recorded the first time and replayed afterwards (`launch.replay`). The forward pass
+leaves all that its backward pass needs, besides x, in one tensor, `state`: one tensor is allocated,
+handed through autograd and saved in less time than eight.
+"""
 
 from collections.abc import Callable
+from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cenet.kernels import few_pixels, mix, mix_backward
-from cenet.kernels.between import between
-from cenet.kernels.between_backward import SmallGradients, between_backward
+from cenet.functional import Gate
+from cenet.kernels import mix, small_maps
+from cenet.kernels.averages import average_
+from cenet.kernels.call import ABSENT, BATCH, PARAMETERS, Mode, NormCECall, gradient_sizes
+from cenet.kernels.coefficients import coefficients, coefficients_backward
 from cenet.kernels.folded_gate import SPLITS, folded_gate
-from cenet.kernels.gate import GateWeights, gate_forward
-from cenet.kernels.launch import empty, empty_like
-from cenet.kernels.modes import ABSENT, BATCH, Mode
-from cenet.kernels.moments import measure
-from cenet.kernels.replay import replay
-from cenet.kernels.running import Averages, average_
-from cenet.kernels.state import Saved, Shape, size, unpack
-from cenet.kernels.statistics import condense
-from cenet.kernels.tiles import ceil_div, is_channels_last
+from cenet.kernels.gate import GateState, gate_forward
+from cenet.kernels.launch import empty, empty_like, replay
+from cenet.kernels.moments import Statistics, condense, measure
+from cenet.kernels.tiles import ROWS_OF_VALUES, ceil_div, is_channels_last, is_small_map
+
+ALIGNMENT = 4  # elements: 16 bytes, the widest load of a kernel
 
 
-class Block(NamedTuple):
-    """Parameters and running statistics. What the mode does not use is None."""
+class Saved(NamedTuple):
+    """All that the backward pass needs besides x (and y, if there was a residual)."""
 
-    weight: Tensor | None  # (C,), γ
-    bias: Tensor | None  # (C,), β
-    running_mean: Tensor | None  # (C,)
-    running_var: Tensor | None  # (C,)
-    inv_sqrt: Tensor | None  # (G, K, K)
-    inv_std: Tensor | None  # ()
-    gate: GateWeights | None
-    mix_logit: Tensor | None  # ()
-    blend: Tensor | None  # ()
-
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """All of them, one after the other."""
-        return (*self[:6], *(self.gate or (None,) * 4), *self[7:])
-
-
-class Settings(NamedTuple):
-    """The block's constants."""
-
-    mode: Mode
-    group_size: int
-    steps: int
-    pool: int
-    norm_eps: float
-    eps: float
-    act: str
-    slope: float
+    found: Statistics
+    gate: GateState | None
 
 
 class Gradients(NamedTuple):
@@ -58,160 +42,95 @@ class Gradients(NamedTuple):
 
     x: Tensor
     residual: Tensor | None
-    small: Tensor  # of the parameters, one after the other: see `small_shapes`
+    small: Tensor  # of the parameters, one after the other: see `call.gradient_sizes`
 
 
-def forward(
-    x: Tensor,
-    residual: Tensor | None,
-    block: Block,
-    settings: Settings,
-    averages: Averages | None = None,
-) -> tuple[Tensor, Tensor]:
-    """y = act(CE(norm(x)) [+ residual]), in the dtype and layout of x, and its `state`.
-
-    `averages` move to the statistics of this batch.
-    """
-    x = dense(x)
-    residual = None if residual is None else like(residual, x)
+def forward(call: NormCECall) -> tuple[Tensor, Tensor]:
+    """y = act(CE(norm(x)) [+ residual]), in the dtype and layout of x, and its `state`."""
+    x = dense(call.x)
+    residual = None if call.residual is None else like(call.residual, x)
     y = empty_like(x)
-    state = empty(x.device, size(shape_of(x, block, settings)))
-    moved, momenta = (averages[:7], averages.momenta) if averages else ((None,) * 7, None)
+    state = empty(x.device, _known_size(*_dimensions(call)))
     _run(
-        ("forward", momenta), x, (x, residual, y, state, *block.tensors(), *moved), block, settings,
-        lambda: _forward(x, residual, y, state, block, settings, averages),
+        ("forward", *call.momenta), x, (x, residual, y, state, *call.small_tensors()), call,
+        lambda: _forward(call, x, residual, y, state),
     )  # fmt: skip
     return y, state
 
 
 def _forward(
-    x: Tensor,
-    residual: Tensor | None,
-    y: Tensor,
-    state: Tensor,
-    block: Block,
-    settings: Settings,
-    averages: Averages | None,
+    call: NormCECall, x: Tensor, residual: Tensor | None, y: Tensor, state: Tensor
 ) -> None:
-    mode = settings.mode
-    n, _, height, width = x.shape
-    saved = unpack(state, shape_of(x, block, settings))
-    found = saved.found
-    high, wide = ceil_div(height, settings.pool), ceil_div(width, settings.pool)
-    few = _has_few_pixels(x, settings)
+    mode = call.mode
+    _, _, height, width = x.shape
+    saved = unpack(state, call)
+    high, wide = ceil_div(height, call.pool), ceil_div(width, call.pool)
+    small_map = _is_small(call)
     chunks = None
     if BATCH in mode or mode.ir != ABSENT:
         gram = mode.bd == BATCH
-        if few:
-            parts = few_pixels.measure(x, settings.group_size, gram=gram)
+        if small_map:
+            parts = small_maps.measure(x, call.group_size, gram=gram)
         else:
-            pool = settings.pool
-            parts = measure(x, settings.group_size, gram=gram, pool=pool, weight=block.weight)
+            parts = measure(x, call.group_size, gram=gram, pool=call.pool, weight=call.weight)
         chunks = condense(
-            parts, found.instances, height * width, high * wide,
-            ceil_div(high, parts.splits) * wide, settings.group_size,
+            parts, saved.found.instances, height * width, high * wide,
+            ceil_div(high, parts.splits) * wide, call.group_size,
         )  # fmt: skip
-    hidden = between(
-        found,
-        chunks,
-        x.shape,
-        settings.group_size,
-        mode,
-        weight=block.weight,
-        bias=block.bias,
-        running_mean=block.running_mean,
-        running_var=block.running_var,
-        inv_sqrt=block.inv_sqrt,
-        gate=block.gate,
-        mix_logit=block.mix_logit,
-        blend=block.blend,
-        norm_eps=settings.norm_eps,
-        steps=settings.steps,
-        windows=high * wide,
-    )
-    count = n * height * width
-    if hidden is not None and block.gate is not None and saved.gate is not None:
-        gate_forward(
-            hidden, block.gate, saved.gate, block.inv_std, block.mix_logit, block.blend,
-            settings.eps, averages, found, count,
-        )  # fmt: skip
-    elif averages is not None:
-        average_(averages, found.values, found.matrices[0], None, count)
-    mapping = _map(saved, block, settings, x.shape)
-    (few_pixels if few else mix).forward(x, y, mapping, residual)
+    hidden = coefficients(call, saved.found, chunks, windows=high * wide)
+    if hidden is not None and saved.gate is not None:
+        gate_forward(call, hidden, saved.gate, saved.found)
+    elif any(average is not None for average in call.averages()):
+        average_(call, saved.found.values, saved.found.W)
+    (small_maps if small_map else mix).forward(x, y, _map(call, saved), residual)
 
 
-def backward(
-    grad: Tensor, x: Tensor, y: Tensor | None, block: Block, settings: Settings, state: Tensor
-) -> Gradients:
+def backward(call: NormCECall, grad: Tensor, y: Tensor | None, state: Tensor) -> Gradients:
     """Gradients, from that of y. `y` is given if there was a residual and an activation."""
-    x = dense(x)
+    x = dense(call.x)
     grad = like(grad, x)
     dx = empty_like(x)
     masked = None if y is None else empty_like(x)
-    small = empty(x.device, sum(map(prod, small_shapes(block, x.shape[1]))))
+    small = empty(x.device, sum(gradient_sizes(x.shape[1], call.parameters())))
     _run(
-        "backward", x, (x, grad, y, state, dx, masked, small, *block.tensors()), block, settings,
-        lambda: _backward(grad, x, y, block, settings, state, dx, masked, small),
+        "backward", x, (x, grad, y, state, dx, masked, small, *call.parameters()), call,
+        lambda: _backward(call, x, grad, y, state, dx, masked, small),
     )  # fmt: skip
     return Gradients(dx, grad if masked is None else masked, small)
 
 
 def _backward(
-    grad: Tensor,
+    call: NormCECall,
     x: Tensor,
+    grad: Tensor,
     y: Tensor | None,
-    block: Block,
-    settings: Settings,
     state: Tensor,
     dx: Tensor,
     masked: Tensor | None,
     small: Tensor,
 ) -> None:
-    saved = unpack(state, shape_of(x, block, settings))
-    mapping = _map(saved, block, settings, x.shape)
-    few = _has_few_pixels(x, settings)
-    sums = (few_pixels if few else mix_backward).reduce(x, grad, mapping, y, masked)
-    through = between_backward(
-        sums,
-        x.shape,
-        mapping,
-        settings.mode,
-        saved.found,
-        block.gate,
-        saved.gate,
-        _small_gradients(small, block, x.shape[1]),
-        mix_logit=block.mix_logit,
-        blend=block.blend,
-        steps=settings.steps,
-        pool=settings.pool,
-    )
+    saved = unpack(state, call)
+    mapping = _map(call, saved)
+    small_map = _is_small(call)
+    sums = (small_maps if small_map else mix).reduce(x, grad, mapping, y, masked)
+    grads = parameter_gradients(call, small)
+    through = coefficients_backward(call, sums, mapping, saved.found, saved.gate, grads)
     g = grad if masked is None else masked
-    if few:
-        few_pixels.backward(x, g, dx, mapping, through, masked=masked is not None)
+    if small_map:
+        small_maps.backward(x, g, dx, mapping, through, masked=masked is not None)
     else:
-        pool = settings.pool
-        mix_backward.backward(x, g, dx, mapping, through, pool=pool, masked=masked is not None)
+        pool = call.pool
+        mix.backward(x, g, dx, mapping, through, pool=pool, masked=masked is not None)
 
 
-def small_shapes(block: Block, channels: int) -> list[tuple[int, ...]]:
-    """Shapes of the gradients of γ, β, the gate, λ's logit and α, those that exist."""
-    given = [*(block.gate or ()), block.mix_logit, block.blend]
-    shapes = [tuple(tensor.shape) for tensor in given if tensor is not None]
-    return [(channels,), (channels,), *shapes]
+def parameter_gradients(call: NormCECall, small: Tensor) -> dict[str, Tensor | None]:
+    """By name of the parameter, its part of `small`, flat; None if there is no such parameter.
 
-
-def _small_gradients(small: Tensor, block: Block, channels: int) -> SmallGradients:
-    shapes = small_shapes(block, channels)
-    parts = small.split([prod(shape) for shape in shapes])
-    views = iter([part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
-    return SmallGradients(
-        next(views),
-        next(views),
-        None if block.gate is None else GateWeights(*(next(views) for _ in block.gate)),
-        None if block.mix_logit is None else next(views),
-        None if block.blend is None else next(views),
-    )
+    The kernels write gradients of γ and β in any case.
+    """
+    sizes = gradient_sizes(call.x.shape[1], call.parameters())
+    parts = zip(PARAMETERS, small.split(sizes), strict=True)
+    return {name: part if len(part) else None for name, part in parts}
 
 
 def folded(
@@ -219,7 +138,7 @@ def folded(
     residual: Tensor | None,
     values: Tensor,
     matrix: Tensor | None,
-    gate: GateWeights,
+    gate: Gate,
     inv_std: Tensor,
     share: Tensor,
     offset: Tensor,
@@ -227,7 +146,7 @@ def folded(
 ) -> Tensor:
     """act((M + Diag(w_n)) (x + shift) [+ residual]) of a folded layer, without gradients.
 
-    `values` (5, C) are −shift, 1, 1, 0 and 0.
+    `values` (5, C) are −shift, 1, 1, 0 and 0: center, rstd, γ, β and offset of the map.
     """
     x = dense(x)
     residual = None if residual is None else like(residual, x)
@@ -235,14 +154,14 @@ def folded(
     group_size = 16 if matrix is None else matrix.shape[-1]
 
     def run() -> None:
-        few = few_pixels.has_few_pixels(x)
-        if few:
-            parts = few_pixels.measure(x, group_size, gram=False)
+        small_map = is_small_map(x)
+        if small_map:
+            parts = small_maps.measure(x, group_size, gram=False)
         else:
             parts = measure(x, group_size, gram=False, most_splits=SPLITS)
         w = folded_gate(parts, x.shape[2] * x.shape[3], gate, inv_std, share, offset)
         mapping = mix.Map(values, matrix, w, group_size, *act)
-        (few_pixels if few else mix).forward(x, y, mapping, residual)
+        (small_maps if small_map else mix).forward(x, y, mapping, residual)
 
     key = ("folded", x.shape, is_channels_last(x), len(gate.w1), group_size, act)
     tensors = (x, residual, y, values, matrix, *gate, inv_std, share, offset)
@@ -250,8 +169,54 @@ def folded(
     return y
 
 
+def state_size(call: NormCECall) -> int:
+    """Elements of `state`, of float32. Sizes may be symbolic."""
+    return sum(_room(part) for part in _parts(*_dimensions(call)))
+
+
+@cache
+def _known_size(*dimensions: Any) -> int:
+    return sum(_room(part) for part in _parts(*dimensions))
+
+
+def unpack(state: Tensor, call: NormCECall) -> Saved:
+    """The parts of `state`, which share its memory."""
+    begin, views = 0, []
+    for part in _parts(*_dimensions(call)):
+        views.append(state[begin : begin + prod(part)].view(part))
+        begin += _room(part)
+    return Saved(Statistics(*views[:4]), GateState(*views[4:]) if call.units else None)
+
+
+def _dimensions(call: NormCECall) -> tuple[int, int, int, int, int, Mode]:
+    """All that the size of `state` depends on."""
+    shape = call.x.shape
+    return shape[0], shape[1], call.units, call.group_size, call.steps, call.mode
+
+
+def _parts(
+    samples: int, channels: int, units: int, group_size: int, steps: int, mode: Mode
+) -> list[tuple[int, ...]]:
+    """Shapes of the fields of `Statistics` and `GateState`."""
+    groups = -(-channels // group_size)
+    side = group_size if mode.bd != ABSENT else 0
+    parts: list[tuple[int, ...]] = [
+        (ROWS_OF_VALUES, channels),
+        (2, samples if mode.ir != ABSENT else 0, channels),
+        (3, groups, side, side),
+        (groups if mode.bd == BATCH else 0, 3 * steps, group_size, group_size),
+    ]
+    if units:
+        parts += [(samples, units), (samples,), (2, samples, channels), ()]
+    return parts
+
+
+def _room(part: tuple[int, ...]) -> int:
+    return -(-prod(part) // ALIGNMENT) * ALIGNMENT
+
+
 def dense(x: Tensor) -> Tensor:
-    """x without gaps: channels last if it is, else contiguous."""
+    """x without gaps: channels_last if it is, else contiguous."""
     return x if is_channels_last(x) else x.contiguous()
 
 
@@ -261,35 +226,26 @@ def like(tensor: Tensor, x: Tensor) -> Tensor:
     return tensor.to(x.dtype).contiguous(memory_format=layout)
 
 
-def shape_of(x: Tensor, block: Block, settings: Settings) -> Shape:
-    """What the size of the state depends on."""
-    units = 0 if block.gate is None else len(block.gate.w1)
-    n, channels = x.shape[:2]
-    return Shape(n, channels, units, settings.group_size, settings.steps, settings.mode)
-
-
 def _run(
     kind: Any,
     x: Tensor,
     tensors: tuple[Tensor | None, ...],
-    block: Block,
-    settings: Settings,
+    call: NormCECall,
     run: Callable[[], None],
 ) -> None:
-    if block.blend is not None and block.gate is None:
-        return run()  # 1 − α is not computed by a kernel
-    units = 0 if block.gate is None else len(block.gate.w1)
-    key = (kind, x.shape, is_channels_last(x), units, settings)
+    if call.blend is not None and call.w1 is None:
+        return run()  # 1 − α comes from PyTorch here, not from a kernel that could be replayed
+    key = (kind, x.shape, is_channels_last(x), call.units, *call.hashable_constants())
     return replay(key, tensors, x.device, run)
 
 
-def _has_few_pixels(x: Tensor, settings: Settings) -> bool:
-    return settings.pool == 1 and few_pixels.has_few_pixels(x)
+def _is_small(call: NormCECall) -> bool:
+    return call.pool == 1 and is_small_map(call.x)
 
 
-def _map(saved: Saved, block: Block, settings: Settings, shape: torch.Size) -> mix.Map:
-    w = None if saved.gate is None else saved.gate.gates[1]
-    if w is None and block.blend is not None:
-        w = (1 - block.blend.float()).expand(shape[:2]).contiguous()
-    P = None if settings.mode.bd == ABSENT else saved.found.matrices[1]
-    return mix.Map(saved.found.values, P, w, settings.group_size, settings.act, settings.slope)
+def _map(call: NormCECall, saved: Saved) -> mix.Map:
+    w = None if saved.gate is None else saved.gate.w
+    if w is None and call.blend is not None:
+        w = (1 - call.blend.float()).expand(call.x.shape[:2]).contiguous()
+    P = None if call.mode.bd == ABSENT else saved.found.P
+    return mix.Map(saved.found.values, P, w, call.group_size, call.act, call.slope)

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cenet.kernels.operands import map_of_x, operand_of, shift_of, transform
 from cenet.kernels.tiles import (
     MOST_SPLITS,
     Walk,
@@ -20,22 +19,26 @@ from cenet.kernels.tiles import (
     first_row,
     load_channel_values,
     load_matrix,
+    map_of_x,
     matrix_offsets,
+    operand_of,
     pivot_of,
     power_of_2,
     round_to,
     same_group,
+    shift_of,
     sign_of,
+    transform,
 )
 
-# three tensors of all pixels of a tile of windows are under way at a time, if they fit
+# bytes of shared memory in which three pipeline stages of a tile have to fit, or there is one stage
 ROOM = 2**16
-# of windows, of a split
+# lower bound on rows of windows per split
 LEAST_ROWS = 4
 
 
 class WindowTile(NamedTuple):
-    """Windows of one launch that a program looks at together."""
+    """A tile of windows, and how its program is launched."""
 
     windows: int
     channels: int
@@ -48,7 +51,7 @@ ADD_TILE = WindowTile(16, 64, 4, 2)
 
 
 def pooled_walk(x: Tensor, group_size: int, pool: int, tile: WindowTile) -> Walk:
-    """How to cut x up into tiles of windows, and samples into rows of windows."""
+    """Cut x up into tiles of windows, and samples into splits of whole rows of windows."""
     n, all_channels, height, _ = x.shape
     channels = max(tile.channels, power_of_2(group_size))
     blocks = ceil_div(all_channels, channels // group_size * group_size)
@@ -105,7 +108,7 @@ def measure_pooled_kernel(
     HALF: tl.constexpr,
     RAW: tl.constexpr,
 ):
-    """As `moments` does, with the Gram matrix of the pooled x."""
+    """Like `moments._measure_kernel`, with the Gram matrix of the pooled x."""
     L = H * W
     wide = tl.cdiv(W, POOL)
     blocks = tl.cdiv(C, BC // K * K)
@@ -178,7 +181,7 @@ def add_pooled_kernel(
     RAW: tl.constexpr,
     POOL: tl.constexpr,
 ):
-    """What Q has for the pooled x̂ goes to the pixel of each window that was the largest."""
+    """Add the gradient of the pooled x̂ to dx, at the pixel of each window that was the largest."""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty if RAW else tl.float32
     windows = tl.cdiv(H, POOL) * tl.cdiv(W, POOL)
     blocks = tl.cdiv(C, BC // K * K)
@@ -194,7 +197,7 @@ def add_pooled_kernel(
     sign = sign_of(gamma)
     sample = n * C * H * W
     for start in range(program // blocks % rows * BL, windows, rows * BL):
-        # three dimensions, the second of 1, keep them out of the layout that products have
+        # a middle dimension of size 1 keeps these tensors out of the register layout of products
         largest = tl.full((BL, 1, BC), float("-inf"), tl.float32)
         which = tl.zeros((BL, 1, BC), tl.int32)
         for k in tl.static_range(POOL * POOL):
@@ -213,7 +216,7 @@ def add_pooled_kernel(
             offsets, mask = window_offsets(
                 start, k, channel, valid, C, H, W, BL, POOL, CHANNELS_LAST
             )
-            # all pixels: whole vectors of them are faster than some of their values
+            # every pixel is loaded and stored: whole vectors are faster than single values
             dx = tl.load(dx_ptr + sample + offsets, mask=mask, other=0.0).to(tl.float32)
             dx += tl.where(which == k, added, 0.0)
             tl.store(dx_ptr + sample + offsets, round_to(dx, dx_ptr.dtype.element_ty), mask=mask)

@@ -1,4 +1,4 @@
-"""Compiling the kernels of a network side by side, before its first step.
+"""Compiling the kernels of a network in parallel, before its first step.
 
 Steps are rehearsed on a copy of the network: what they would launch is collected, and nothing is
 launched. Threads then compile all of it at once. Triton's compiler holds Python's lock for a tenth
@@ -27,7 +27,7 @@ Step = Callable[[nn.Module], object]
 
 
 def prepare(network: nn.Module, *steps: Step, shown: bool = True) -> None:
-    """Have the kernels ready that these steps will launch, from Triton's cache or compiled.
+    """Compile the kernels that these steps will launch, or load them from Triton's cache.
 
     Kernels that cannot be compiled are left to the step that needs them, which raises. Meanwhile no
     other thread may run CE layers.
@@ -63,7 +63,7 @@ def rehearse(network: nn.Module, *steps: Step) -> dict[Key, Wanted]:
 
 @contextmanager
 def _same_chance(device: torch.device) -> Iterator[None]:
-    """Random number generators go on afterwards as if nothing had been drawn."""
+    """Restore the states of all random number generators afterwards."""
     numpy: Any = sys.modules.get("numpy")  # torch imports it where it is installed
     python = random.getstate()
     legacy = None if numpy is None else numpy.random.get_state()  # timm draws from this one
@@ -84,8 +84,8 @@ def _compile(wanted: dict[Key, Wanted], shown: bool) -> None:
     threads = max(1, min(cores, len(wanted)))
     device = driver.active.get_current_device()  # made here: threads would each make a driver
     for kernel in {id(one.kernel): one.kernel for one in wanted.values()}.values():
-        # and this: of kernels that share a function, threads would see keys half made, and look for
-        # them in the cache in vain
+        # and this: threads would see half-made keys of kernels that share a function, and miss them
+        # in the cache
         kernel.cache_key  # noqa: B018
     started = time.perf_counter()
     words = f"compiling kernels for this GPU in {threads} threads; they are kept in "
@@ -101,13 +101,13 @@ def _compile(wanted: dict[Key, Wanted], shown: bool) -> None:
 
 
 def _load(key: Key, wanted: Wanted) -> None:
-    """Compile a kernel, and what starts it, without starting it."""
+    """Compile a kernel and its launcher, without launching it."""
     compile_kernel(key, wanted)[(1, 1, 1)]
 
 
 @contextmanager
 def _counted(words: str) -> Iterator[list[str]]:
-    """The names of kernels that were compiled, not found; `words` are printed at the first."""
+    """Names of the kernels that were not in the cache; `words` are printed at the first of them."""
     names: list[str] = []
     lock = Lock()
     before = knobs.compilation.listener

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 import cenet.nn.fused as fused
 from cenet import functional as F
 from cenet.nn.ranks import Ranks, SyncGroup, gather
 from cenet.nn.statistics import Layout, Statistics, merge, message, of_rank
-from cenet.nn.tracing import call_as_leaf, is_proxy
 
 
 def check(condition: bool, message: str) -> None:
@@ -62,6 +62,23 @@ def check_images(x: Tensor, channels: int) -> None:
         raise ValueError(
             f"expected {channels} channels, got {x.shape[1]} in shape {tuple(x.shape)}"
         )
+
+
+# A CE layer is one node of a torch.fx graph: its forward pass looks at shapes and modes, which a
+# proxy does not have
+
+
+def is_proxy(x: Any) -> bool:
+    """Whether x stands for a tensor while a graph is traced."""
+    return isinstance(x, Proxy)
+
+
+def call_as_leaf(module: nn.Module, x: Any, residual: Any = None, act: Any = None) -> Tensor:
+    """Record a call of `module`, and one of the activation that the caller handed over."""
+    name = x.tracer.path_of_module(module)
+    args = (x,) if residual is None else (x, residual)
+    y: Tensor = x.tracer.create_proxy("call_module", name, args, {})
+    return y if act is None else act(y)
 
 
 class EquilibriumLayer(nn.Module):

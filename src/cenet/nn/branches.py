@@ -19,7 +19,7 @@ from cenet.nn.base import (
     is_number,
 )
 from cenet.nn.fused import Branches
-from cenet.nn.running import average_
+from cenet.nn.norms import average_
 from cenet.nn.statistics import Statistics
 
 

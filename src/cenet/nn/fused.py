@@ -1,13 +1,12 @@
-"""From a layer's modules to the one operator of `ops` that runs norm, CE and activation."""
+"""From a layer's modules to one call of the operator that runs norm, CE and activation."""
 
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from cenet import ops
-from cenet.kernels.modes import ABSENT, BATCH, RUNNING
-from cenet.nn.norms import is_hooked, uses_batch_statistics
-from cenet.nn.running import is_recomputation
+from cenet.kernels.call import ABSENT, BATCH, RUNNING, NormCECall
+from cenet.nn.norms import is_hooked, is_recomputation, uses_batch_statistics
 
 
 class Decorrelation(Protocol):
@@ -32,11 +31,11 @@ class Reweighting(Protocol):
 
 
 class Branches(NamedTuple):
-    """What a CE layer is made of."""
+    """The parts of a CE layer."""
 
     bd: Decorrelation | None
     ir: Reweighting | None
-    gate: tuple[Tensor, ...] | None  # of ir
+    gate: tuple[Tensor, ...] | None  # weights of the gate of ir
     mix_logit: Tensor | None
     blend: Tensor | None
 
@@ -53,7 +52,7 @@ def fused_activation(act: nn.Module) -> tuple[str, float] | None:
 
 
 def inside_and_after(act: nn.Module | None) -> tuple[str, float, nn.Module | None]:
-    """Name and slope of the activation for the kernels, and what is left to call after them."""
+    """Name and slope for the kernels, and the activation itself if it has to run after them."""
     if act is None:
         return "none", 0.0, None
     inside = None if is_hooked(act) else fused_activation(act)
@@ -66,7 +65,7 @@ def no_kernel_for(ir: Reweighting) -> str | None:
 
 
 def can_fuse(x: Tensor, norm: Any, branches: Branches, *, synchronized: bool) -> bool:
-    """Whether `run` can do this: RuntimeError if it must, by the chosen backend, and cannot."""
+    """Whether `run` can take x; RuntimeError if the chosen backend demands it and it cannot."""
     bd, ir = branches.bd, branches.ir
     tensors = [*_affine(norm), branches.mix_logit, branches.blend, *(branches.gate or ())]
     group_size = 1 if bd is None else bd.group_size
@@ -88,51 +87,64 @@ def run(
     """act(CE(norm(x)) + residual) by the kernels; running statistics move as in the plain layers.
 
     Args:
-        x: input of `norm`, or its output if that is None.
-        norm: a batch norm.
-        branches: of the CE layer.
-        act, residual: what follows.
-        batch: CE takes the statistics of this batch.
+        x: input of `norm`, or of the CE layer if `norm` is None.
+        norm: a batch norm, or None.
+        branches: the parts of the CE layer.
+        act, residual: the activation, and what is added before it.
+        batch: CE uses the statistics of this batch, not the running ones.
     """
     if residual is not None and residual.dtype != x.dtype:
-        # their sum has another dtype than x, which the kernels would keep
+        # the sum has the wider of the two dtypes; the kernels would return that of x
         y = run(x, norm, branches, None, None, batch=batch) + residual
         return y if act is None else act(y)
     bd, ir = branches.bd, branches.ir
     norm_batch = norm is not None and uses_batch_statistics(norm)
+    fixed_norm = None if norm_batch else norm
     source = BATCH if batch else RUNNING
-    mode = (
-        ABSENT if norm is None else BATCH if norm_batch else RUNNING,
-        ABSENT if bd is None else source,
-        ABSENT if ir is None else source,
-    )
     name, slope, after = inside_and_after(act)
-    fixed_norm = norm is not None and not norm_batch
-    tracked = norm if norm_batch and _tracks(norm) else None
-    averages: tuple[Any, ...] = _NO_AVERAGES
-    if (tracked is not None or batch) and not is_recomputation():
-        averages = _averages(tracked, bd if batch else None, ir if batch else None)
-    y, _ = ops.norm_ce(
-        x,
-        residual,
-        *_affine(norm),
-        norm.running_mean if fixed_norm else None,
-        norm.running_var if fixed_norm else None,
-        None if bd is None or batch else bd.running_inv_sqrt,
-        None if ir is None or batch else ir.running_inv_std,
-        *(branches.gate or (None,) * 4),
-        branches.mix_logit,
-        branches.blend,
-        *averages,
-        mode,
-        16 if bd is None else bd.group_size,
-        1 if bd is None else bd.newton_steps,
-        1 if bd is None else bd.pool,
-        0.0 if norm is None else norm.eps,
-        0.0 if ir is None else ir.eps,
-        name,
-        slope,
+    # the parts whose running averages this batch moves
+    counted = not is_recomputation()
+    moved_norm = norm if counted and norm_batch and _tracks(norm) else None
+    moved_bd, moved_ir = (bd, ir) if counted and batch else (None, None)
+    weight, bias = _affine(norm)
+    w1, norm_weight, norm_bias, w2 = branches.gate or (None,) * 4
+    call = NormCECall(
+        x=x,
+        residual=residual,
+        weight=weight,
+        bias=bias,
+        running_mean=None if fixed_norm is None else fixed_norm.running_mean,
+        running_var=None if fixed_norm is None else fixed_norm.running_var,
+        inv_sqrt=None if bd is None or batch else bd.running_inv_sqrt,
+        inv_std=None if ir is None or batch else ir.running_inv_std,
+        w1=w1,
+        norm_weight=norm_weight,
+        norm_bias=norm_bias,
+        w2=w2,
+        mix_logit=branches.mix_logit,
+        blend=branches.blend,
+        average_mean=None if moved_norm is None else moved_norm.running_mean,
+        average_var=None if moved_norm is None else moved_norm.running_var,
+        norm_count=None if moved_norm is None else moved_norm.num_batches_tracked,
+        average_inv_sqrt=None if moved_bd is None else moved_bd.running_inv_sqrt,
+        bd_count=None if moved_bd is None else moved_bd.num_batches_tracked,
+        average_inv_std=None if moved_ir is None else moved_ir.running_inv_std,
+        ir_count=None if moved_ir is None else moved_ir.num_batches_tracked,
+        momenta=[_momentum(moved_norm), _momentum(moved_bd), _momentum(moved_ir)],
+        sources=(
+            ABSENT if norm is None else BATCH if norm_batch else RUNNING,
+            ABSENT if bd is None else source,
+            ABSENT if ir is None else source,
+        ),
+        group_size=16 if bd is None else bd.group_size,
+        steps=1 if bd is None else bd.newton_steps,
+        pool=1 if bd is None else bd.pool,
+        norm_eps=0.0 if norm is None else norm.eps,
+        eps=0.0 if ir is None else ir.eps,
+        act=name,
+        slope=slope,
     )
+    y, _ = ops.norm_ce(*call)
     result: Tensor = y if after is None else after(y)
     return result
 
@@ -141,21 +153,9 @@ def _tracks(norm: Any) -> bool:
     return norm.training and norm.track_running_stats and norm.running_mean is not None
 
 
-_NO_AVERAGES = (*(None,) * 7, [0.0, 0.0, 0.0])
-
-
-def _averages(norm: Any, bd: Decorrelation | None, ir: Reweighting | None) -> tuple[Any, ...]:
-    """Values of norm, BD and IR that move with this batch, and their momenta."""
-    return (
-        *((None,) * 3 if norm is None else _of_norm(norm)),
-        *((None,) * 2 if bd is None else (bd.running_inv_sqrt, bd.num_batches_tracked)),
-        *((None,) * 2 if ir is None else (ir.running_inv_std, ir.num_batches_tracked)),
-        [-1.0 if m is None or m.momentum is None else m.momentum for m in (norm, bd, ir)],
-    )
-
-
-def _of_norm(norm: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-    return norm.running_mean, norm.running_var, norm.num_batches_tracked
+def _momentum(moved: Any) -> float:
+    """Momentum as the operator takes it: negative to give all batches the same weight."""
+    return -1.0 if moved is None or moved.momentum is None else float(moved.momentum)
 
 
 def _affine(norm: Any) -> tuple[Tensor | None, Tensor | None]:

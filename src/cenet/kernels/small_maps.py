@@ -1,8 +1,9 @@
-"""The passes over maps of few pixels: a program takes several samples, and its tile a row a pixel.
+"""The passes over maps of at most 8 pixels: each program takes several samples.
 
-Samples share the products with P and Q, and their Gram matrices are added before they are written:
-for maps this small they are larger than x. What belongs to a sample is a matrix here, equal in the
-rows of the sample. All is in float32: with few pixels gradients cancel, and rounding would show.
+A row of a tile is one pixel. The samples of a program share the products with P and Q, and their
+Gram matrices are added before they are written: one by one these would be larger than x. Values per
+sample are loaded as matrices, equal in all rows of the sample. Everything is in float32: with few
+pixels gradients cancel, and rounding would show.
 """
 
 from typing import NamedTuple
@@ -11,12 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cenet.kernels.call import ACTIVATIONS
 from cenet.kernels.launch import empty, launch
-from cenet.kernels.mix import Map
-from cenet.kernels.mix_backward import StatisticsGradient, Sums
-from cenet.kernels.modes import ACTIVATIONS
-from cenet.kernels.moments import Parts
-from cenet.kernels.statistics import chunk_constants
+from cenet.kernels.mix import Map, StatisticsGradient, Sums
+from cenet.kernels.moments import Parts, chunk_constants
 from cenet.kernels.tiles import (
     activate,
     activation_gradient,
@@ -33,15 +32,14 @@ from cenet.kernels.tiles import (
     store_tile,
 )
 
-MOST_PIXELS = 8  # with more, a sample fills a tile
-# of a tile
+# size of a tile
 ROWS = 64
 CHANNELS = 32
 WARPS = 4
 
 
 class _Cut(NamedTuple):
-    """Samples of a program, rows of each, and channels."""
+    """How x is cut up: samples per program, rows per sample, channels per tile."""
 
     samples: int
     rows: int
@@ -50,8 +48,11 @@ class _Cut(NamedTuple):
 
 @triton.jit
 def _tile(N, C, L, K: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, BC: tl.constexpr, LAST):
-    """What a program works on: its number among those of its channels, the sample of each row,
-    its channels, offsets of its tile, and what of it is inside."""
+    """The part of x a program works on.
+
+    Its number among the programs of its channels, the sample of each row, its channels, the offsets
+    of its tile, and which of them are inside x.
+    """
     blocks = tl.cdiv(C, BC // K * K)
     program = tl.program_id(0)
     channel, valid = block_channels(program % blocks, C, K, BC)
@@ -68,7 +69,7 @@ def _tile(N, C, L, K: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, BC: tl.co
 
 @triton.jit
 def _of_samples(ptr, n, channel, inside, C):
-    """Rows of an (N, C) matrix for the rows of a tile, zero outside and if there is none."""
+    """Rows of an (N, C) matrix for the rows of a tile; zero outside, or without a matrix."""
     if ptr is None:
         return tl.zeros(inside.shape, tl.float32)
     else:
@@ -76,10 +77,22 @@ def _of_samples(ptr, n, channel, inside, C):
 
 
 @triton.jit
-def _standardized(x_ptr, offsets, inside, center, rstd):
-    """x̂ of a tile."""
+def _load_map(
+    x_ptr, values_ptr, P_ptr, w_ptr, n, channel, valid, offsets, inside, C, K: tl.constexpr
+):
+    """x̂ of a tile, and the map of each of its rows: rstd, γ, β, offset, w, P.
+
+    Without P its place means nothing (not None, which not every release of Triton can return).
+    """
+    center, rstd, gamma, beta, offset = load_channel_values(values_ptr, channel, valid, C)
     x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    return (x - center[None, :]) * rstd[None, :]
+    x = (x - center[None, :]) * rstd[None, :]
+    w = _of_samples(w_ptr, n, channel, inside, C)
+    if P_ptr is None:
+        return x, rstd, gamma, beta, offset, w, center
+    else:
+        P = load_matrix(P_ptr, channel[:, None], channel[None, :], valid, K)
+        return x, rstd, gamma, beta, offset, w, P
 
 
 @triton.jit
@@ -105,16 +118,16 @@ def _store_products(ptr, row, channel, valid, values, G, K: tl.constexpr):
 
 
 @triton.jit
-def _mapped(x, w, gamma, beta, offset, P):
-    """P x̂ + w ⊙ (γ ⊙ x̂ + β) + offset."""
+def _mapped(x, w, gamma, beta, offset, P, DENSE: tl.constexpr):
+    """P x̂ + w ⊙ (γ ⊙ x̂ + β) + offset; without P if not DENSE."""
     y = w * (gamma[None, :] * x + beta[None, :]) + offset[None, :]
-    if P is not None:
+    if DENSE:
         y += dot(x, tl.trans(P))
     return y
 
 
 @triton.jit(do_not_specialize=["N", "L", "G"])
-def _measure_few_kernel(
+def _measure_small_kernel(
     x_ptr,  # (N, C, L) or (N, L, C)
     pivot_ptr,  # (N, C)
     rest_ptr,  # (N, C)
@@ -148,7 +161,7 @@ def _measure_few_kernel(
 
 
 @triton.jit(do_not_specialize=["N", "L"])
-def _forward_few_kernel(
+def _forward_small_kernel(
     x_ptr,  # (N, C, L) or (N, L, C)
     residual_ptr,  # like x, or None
     y_ptr,  # like x
@@ -167,19 +180,17 @@ def _forward_few_kernel(
     ACT: tl.constexpr,
 ):
     _, n, channel, valid, offsets, inside = _tile(N, C, L, K, S, SP, BC, CHANNELS_LAST)
-    center, rstd, gamma, beta, offset = load_channel_values(values_ptr, channel, valid, C)
-    x = _standardized(x_ptr, offsets, inside, center, rstd)
-    P = None
-    if P_ptr is not None:
-        P = load_matrix(P_ptr, channel[:, None], channel[None, :], valid, K)
-    y = _mapped(x, _of_samples(w_ptr, n, channel, inside, C), gamma, beta, offset, P)
+    x, _, gamma, beta, offset, w, P = _load_map(
+        x_ptr, values_ptr, P_ptr, w_ptr, n, channel, valid, offsets, inside, C, K
+    )
+    y = _mapped(x, w, gamma, beta, offset, P, P_ptr is not None)
     if residual_ptr is not None:
         y += tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     store_tile(y_ptr, offsets, activate(y, slope, ACT), inside, False)
 
 
 @triton.jit(do_not_specialize=["N", "L", "G"])
-def _reduce_few_kernel(
+def _reduce_small_kernel(
     x_ptr,  # (N, C, L) or (N, L, C)
     grad_ptr,  # like x
     y_ptr,  # like x, or None to recompute the activation's argument
@@ -203,19 +214,18 @@ def _reduce_few_kernel(
     ACT: tl.constexpr,
 ):
     row, n, channel, valid, offsets, inside = _tile(N, C, L, K, S, SP, BC, CHANNELS_LAST)
-    center, rstd, gamma, beta, offset = load_channel_values(values_ptr, channel, valid, C)
-    x = _standardized(x_ptr, offsets, inside, center, rstd)
+    x, _, gamma, beta, offset, w, P = _load_map(
+        x_ptr, values_ptr, P_ptr, w_ptr, n, channel, valid, offsets, inside, C, K
+    )
     g = tl.load(grad_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     if y_ptr is not None:
         y = tl.load(y_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
         g = activation_gradient_from_output(g, y, slope, ACT)
         store_tile(masked_ptr, offsets, g, inside, False)
     elif ACT > 0:
-        P = None
-        if P_ptr is not None:
-            P = load_matrix(P_ptr, channel[:, None], channel[None, :], valid, K)
-        before = _mapped(x, _of_samples(w_ptr, n, channel, inside, C), gamma, beta, offset, P)
-        g = activation_gradient(g, before, slope, ACT)
+        g = activation_gradient(
+            g, _mapped(x, w, gamma, beta, offset, P, P_ptr is not None), slope, ACT
+        )
     _store_samples(grad_c_ptr, row, channel, valid, _sum_in_samples(g, S, SP, BC), N, C, S)
     grad_d = _sum_in_samples(g * x, S, SP, BC)
     _store_samples(grad_d_ptr, row, channel, valid, grad_d, N, C, S)
@@ -224,7 +234,7 @@ def _reduce_few_kernel(
 
 
 @triton.jit(do_not_specialize=["N", "L"])
-def _backward_few_kernel(
+def _backward_small_kernel(
     x_ptr,  # (N, C, L) or (N, L, C)
     grad_ptr,  # like x
     dx_ptr,  # like x
@@ -246,15 +256,14 @@ def _backward_few_kernel(
     ACT: tl.constexpr,
 ):
     _, n, channel, valid, offsets, inside = _tile(N, C, L, K, S, SP, BC, CHANNELS_LAST)
-    center, rstd, gamma, beta, offset = load_channel_values(values_ptr, channel, valid, C)
-    x = _standardized(x_ptr, offsets, inside, center, rstd)
     g = tl.load(grad_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    w = _of_samples(w_ptr, n, channel, inside, C)
-    P = None
-    if P_ptr is not None:
-        P = load_matrix(P_ptr, channel[:, None], channel[None, :], valid, K)
+    x, rstd, gamma, beta, offset, w, P = _load_map(
+        x_ptr, values_ptr, P_ptr, w_ptr, n, channel, valid, offsets, inside, C, K
+    )
     if ACT > 0:
-        g = activation_gradient(g, _mapped(x, w, gamma, beta, offset, P), slope, ACT)
+        g = activation_gradient(
+            g, _mapped(x, w, gamma, beta, offset, P, P_ptr is not None), slope, ACT
+        )
     dx = w * gamma[None, :] * g + _of_samples(e_ptr, n, channel, inside, C) * x
     dx += _of_samples(f_ptr, n, channel, inside, C)
     if P_ptr is not None:
@@ -263,11 +272,6 @@ def _backward_few_kernel(
         # symmetric
         dx += dot(x, load_matrix(Q_ptr, channel[:, None], channel[None, :], valid, K))
     store_tile(dx_ptr, offsets, dx * rstd[None, :], inside, False)
-
-
-def has_few_pixels(x: Tensor) -> bool:
-    """Whether these passes are for x."""
-    return x.shape[2] * x.shape[3] <= MOST_PIXELS
 
 
 def measure(x: Tensor, group_size: int, *, gram: bool) -> Parts:
@@ -279,7 +283,7 @@ def measure(x: Tensor, group_size: int, *, gram: bool) -> Parts:
         found = empty(x.device, ceil_div(n, cut.samples), groups, group_size, group_size)
     pivot, rest, square = empty(x.device, 3, n, channels)
     launch(
-        _measure_few_kernel, _grid(x, cut, group_size),
+        _measure_small_kernel, _grid(x, cut, group_size),
         x, pivot, rest, square, found, n, channels, height * width, groups,
         **_constants(x, cut, group_size),
     )  # fmt: skip
@@ -291,7 +295,7 @@ def forward(x: Tensor, y: Tensor, mapping: Map, residual: Tensor | None = None) 
     n, channels, height, width = x.shape
     cut = _cut(x, mapping.group_size)
     launch(
-        _forward_few_kernel, _grid(x, cut, mapping.group_size),
+        _forward_small_kernel, _grid(x, cut, mapping.group_size),
         x, residual, y, *mapping[:3], n, channels, height * width, mapping.slope,
         **_constants(x, cut, mapping.group_size), ACT=ACTIVATIONS[mapping.act],
     )  # fmt: skip
@@ -300,7 +304,7 @@ def forward(x: Tensor, y: Tensor, mapping: Map, residual: Tensor | None = None) 
 def reduce(
     x: Tensor, grad: Tensor, mapping: Map, y: Tensor | None = None, masked: Tensor | None = None
 ) -> Sums:
-    """See `mix_backward.reduce`."""
+    """See `mix.reduce`."""
     n, channels, height, width = x.shape
     cut = _cut(x, mapping.group_size)
     grad_P = None
@@ -308,7 +312,7 @@ def reduce(
         grad_P = empty(x.device, ceil_div(n, cut.samples), *mapping.P.shape)
     grad_d, grad_c = empty(x.device, 2, n, channels)
     launch(
-        _reduce_few_kernel, _grid(x, cut, mapping.group_size),
+        _reduce_small_kernel, _grid(x, cut, mapping.group_size),
         x, grad, y, masked, *mapping[:3], grad_P, grad_d, grad_c, n, channels, height * width,
         ceil_div(channels, mapping.group_size), mapping.slope,
         **_constants(x, cut, mapping.group_size), ACT=ACTIVATIONS[mapping.act],
@@ -325,11 +329,11 @@ def backward(
     *,
     masked: bool = False,
 ) -> None:
-    """See `mix_backward.backward`."""
+    """See `mix.backward`."""
     n, channels, height, width = x.shape
     cut = _cut(x, mapping.group_size)
     launch(
-        _backward_few_kernel, _grid(x, cut, mapping.group_size),
+        _backward_small_kernel, _grid(x, cut, mapping.group_size),
         x, grad, dx, *mapping[:3], through.Q, through.e, through.f, n, channels, height * width,
         mapping.slope, **_constants(x, cut, mapping.group_size),
         ACT=ACTIVATIONS["none" if masked else mapping.act],
@@ -339,7 +343,7 @@ def backward(
 def _cut(x: Tensor, group_size: int) -> _Cut:
     channels = max(CHANNELS, power_of_2(group_size))
     rows = 1 << (x.shape[2] * x.shape[3] - 1).bit_length()
-    # a chunk of samples has whole Gram matrices
+    # samples that share a Gram matrix belong to one chunk
     most = chunk_constants(group_size, 1)["BN"]
     return _Cut(min(ROWS * CHANNELS // channels // rows, most), rows, channels)
 

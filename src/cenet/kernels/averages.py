@@ -1,36 +1,19 @@
-"""Running averages of one training step, by a program for each of norm, BD and IR.
+"""Running averages of norm, BD and IR, moved by one program each.
 
-The rule is that of `nn.running.average_`: a non-finite batch changes nothing and is not counted.
+The rule is that of `nn.norms.average_`: a non-finite batch changes nothing and is not counted.
 The programs run beside those of the gate, or in a launch of their own.
 """
-
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from cenet.kernels.call import NormCECall
 from cenet.kernels.launch import launch
+from cenet.kernels.tiles import CENTER, VARIANCE
 
 JOBS = 3
 BLOCK = tl.constexpr(2048)
-
-
-class Averages(NamedTuple):
-    """Values to move towards those of a batch, and how often that was done; None stays out."""
-
-    mean: Tensor | None  # (C,)
-    var: Tensor | None  # (C,)
-    norm_count: Tensor | None  # ()
-    inv_sqrt: Tensor | None  # (G, K, K)
-    bd_count: Tensor | None  # ()
-    inv_std: Tensor | None  # ()
-    ir_count: Tensor | None  # ()
-    # of norm, BD and IR; negative to weigh all batches alike
-    momenta: tuple[float, float, float]
-
-
-NOTHING = Averages(*(None,) * 7, (0.0, 0.0, 0.0))
 
 
 @triton.jit
@@ -69,7 +52,7 @@ def _move(running_ptr, batch_ptr, size, factor, weight, finite):
 
 @triton.jit
 def _weight(count_ptr, finite, momentum, DEBIAS: tl.constexpr):
-    """Count this batch, and say how much it weighs."""
+    """Count this batch; return its weight in the average."""
     if count_ptr is None:
         return tl.where(momentum < 0, 1.0, momentum)
     else:
@@ -102,7 +85,7 @@ def average(
     bd_momentum,
     ir_momentum,
 ):
-    """Move the averages of one of norm, BD and IR."""
+    """Move the averages of the norm (job 0), of BD (1) or of IR (2)."""
     if mean_ptr is not None:
         if job == 0:
             finite = _all_finite(batch_mean_ptr, mean_ptr, channels, 1.0)
@@ -117,7 +100,7 @@ def average(
             _move(inv_sqrt_ptr, batch_inv_sqrt_ptr, entries, 1.0, weight, finite)
     if inv_std_ptr is not None:
         if job == 2:
-            # an overflowing s has the finite inverse root 0, which must not pass for a statistic
+            # an s that overflowed has the finite inverse root 0, which must not enter the average
             kept = batch_inv_std.to(inv_std_ptr.dtype.element_ty).to(tl.float32)
             finite = tl.where((kept > 0) & (kept < float("inf")), 1, 0)
             weight = _weight(ir_count_ptr, finite, ir_momentum, True)
@@ -155,29 +138,25 @@ def _average_kernel(
 
 
 def average_(
-    averages: Averages,
-    values: Tensor,
-    batch_inv_sqrt: Tensor,
-    batch_inv_std: Tensor | None,
-    count: int,
+    call: NormCECall, values: Tensor, inv_sqrt: Tensor, inv_std: Tensor | None = None
 ) -> None:
-    """Move averages in a launch of their own.
+    """Move the averages of `call` in a launch of their own.
 
     Args:
-        averages: what to move.
-        values: as in `statistics.Statistics`.
-        batch_inv_sqrt, batch_inv_std: values of this batch.
-        count: values per channel in this batch, for the unbiased variance.
+        call: says which averages move, and with which momenta.
+        values: as in `moments.Statistics`.
+        inv_sqrt, inv_std: W and s^{-1/2} of this batch.
     """
-    channels, entries, correction = numbers(averages, values, count)
     launch(
         _average_kernel, (JOBS,),
-        *averages[:7], values[0], values[5], batch_inv_sqrt, batch_inv_std, channels, entries,
-        correction, *averages.momenta, num_warps=8,
+        *call.averages(), values[CENTER.value], values[VARIANCE.value], inv_sqrt, inv_std,
+        values.shape[1], *matrix_entries_and_correction(call), *call.momenta, num_warps=8,
     )  # fmt: skip
 
 
-def numbers(averages: Averages, values: Tensor, count: int) -> tuple[int, int, float]:
-    """Channels, entries of the matrices, and what makes the variance unbiased."""
-    entries = 0 if averages.inv_sqrt is None else averages.inv_sqrt.numel()
-    return values.shape[1], entries, count / max(count - 1, 1)
+def matrix_entries_and_correction(call: NormCECall) -> tuple[int, float]:
+    """Number of entries of W, and the factor that makes the variance of the batch unbiased."""
+    matrices = call.average_inv_sqrt
+    n, _, height, width = call.x.shape
+    count = n * height * width
+    return 0 if matrices is None else matrices.numel(), count / max(count - 1, 1)
