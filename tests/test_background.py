@@ -146,6 +146,14 @@ def test_copies_of_a_gpu_are_those_of_one_moment():
         assert torch.equal(take()["big"], torch.full((64, 2**20), float(step)))
 
 
+def half_written(folder):
+    """Whether a checkpoint is being written there."""
+    try:
+        return any(folder.glob(".step-*/*"))
+    except FileNotFoundError:  # a folder got its final name meanwhile
+        return False
+
+
 def kill_while_saving(body, in_flight, delay):
     """Fork `body`, and kill it so long after a checkpoint was begun to be written.
 
@@ -196,17 +204,13 @@ def test_a_hundred_kills_while_a_checkpoint_is_written_beside(tmp_path):
                     )
                 )
 
-    def half_written():
-        try:
-            return any(tmp_path.glob(".step-*/*"))
-        except FileNotFoundError:  # a folder got its final name meanwhile
-            return False
-
     steps = []
     hits, chance = 0, random.Random(0)
     for _ in range(100):
         delay = chance.uniform(0, 0.015)
-        found, ended = kill_while_saving(save_again_and_again, half_written, delay)
+        found, ended = kill_while_saving(
+            save_again_and_again, lambda: half_written(tmp_path), delay
+        )
         assert not ended
         hits += found
         for left in tmp_path.glob(".step-*"):
@@ -243,14 +247,12 @@ def test_a_run_killed_while_saving_comes_to_the_same_end(kills, epochs, tmp_path
         engine.resume()
         engine.run()
 
-    def half_written():
-        return any(out.glob(".step-*/*"))
-
     hits, chance = 0, random.Random(0)
     for _ in range(kills):
         for left in out.glob(".step-*"):
             shutil.rmtree(left)
-        hit, ended = kill_while_saving(go_on, half_written, chance.uniform(0, 0.06))
+        delay = chance.uniform(0, 0.06)
+        hit, ended = kill_while_saving(go_on, lambda: half_written(out), delay)
         assert not ended
         hits += hit
         newest = saving.newest(out)
