@@ -20,10 +20,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from _runner import RESULTS, append_rows, environment, percentiles, row
+from cenet.data.datasets import Resident, Split, load
+from cenet.signals import SignalWatch
 from cenet.train import RECIPES
-from cenet.train.data import Resident, Split, load
 from cenet.train.engine import Trainer
-from cenet.train.interrupts import Interrupts
 from cenet.train.options import Options
 from cenet.train.processes import Processes
 
@@ -52,7 +52,7 @@ def busy_seconds(events: Any) -> float:
     return busy / 1e6
 
 
-def epoch(trainer: Trainer, interrupts: Interrupts) -> float:
+def epoch(trainer: Trainer, interrupts: SignalWatch) -> float:
     trainer.network.train()
     trainer.train_epoch(interrupts)
     seconds = trainer.position.seconds
@@ -80,7 +80,7 @@ def main() -> None:
     size = f"{len(data.train.labels)}x3x32x32"
     columns = {**environment(device), "op": "vgg16", "mode": f"epoch {mode}", "shape": size,
                "dtype": args.precision, "layout": "channels_last"}  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder, Interrupts() as interrupts:
+    with tempfile.TemporaryDirectory() as folder, SignalWatch() as interrupts:
         trainers = {}
         for name, recipe in ROWS.items():
             chosen = replace(RECIPES[recipe], precision=args.precision, batch_size=args.batch)

@@ -29,13 +29,13 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from cenet.analysis import Monitor
+from cenet.data.datasets import Resident, digits, image_folders
+from cenet.data.input_spec import input_spec_of
+from cenet.data.order import seed_of
 from cenet.environment import environment
 from cenet.models import create_model
 from cenet.train import RECIPES
-from cenet.train.data import Resident, digits, image_folders
 from cenet.train.graphs import Graphed
-from cenet.train.inputs import inputs_of
-from cenet.train.order import seed_of
 from cenet.train.processes import start
 from cenet.train.setup import UNDECAYED
 
@@ -77,7 +77,7 @@ class Learner:
     def __init__(self, course: Course, data: Resident, device: torch.device) -> None:
         """At the beginning of the first."""
         self.course = course
-        inputs = inputs_of(data)
+        inputs = input_spec_of(data)
         order = torch.randperm(len(data.labels), generator=torch.Generator().manual_seed(0))
         kept = data.images[order[: course.images]].to(device)
         mean, std = (value[:, None, None] for value in inputs.statistics(device))

@@ -9,10 +9,10 @@ import torch
 from PIL import Image
 
 from cenet.__main__ import main
+from cenet.data.datasets import Split, digits
+from cenet.signals import SIGNALS
 from cenet.train import RECIPES, saving
-from cenet.train.data import Split, digits
 from cenet.train.engine import Trainer
-from cenet.train.interrupts import SIGNALS
 from cenet.train.logbook import TIMES, read_metrics
 from cenet.train.options import Options
 from cenet.train.processes import Processes

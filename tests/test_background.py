@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from _training import TINY, assert_same_run, few_digits, stop_at, trainer
+from cenet.data.datasets import digits
+from cenet.signals import Interrupted
 from cenet.train import RECIPES, saving
 from cenet.train.background import Background
-from cenet.train.data import digits
-from cenet.train.interrupts import Interrupted
 from cenet.train.staging import Staging
 
 pytestmark = pytest.mark.usefixtures("one_thread")

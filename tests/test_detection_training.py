@@ -21,9 +21,9 @@ from cenet.detection.data import SceneSplit, scenes
 from cenet.detection.engine import DetectionOptions, DetectionTrainer
 from cenet.detection.recipes import DetectionRecipe
 from cenet.detection.run import evaluate_run
+from cenet.signals import Interrupted
 from cenet.train import saving
 from cenet.train.diagnosis import NonFiniteLoss
-from cenet.train.interrupts import Interrupted
 from cenet.train.logbook import read_metrics, read_run
 from cenet.train.processes import Processes
 from test_scaling_out import torchrun

@@ -18,12 +18,11 @@ from torchvision.datasets import CIFAR10
 
 from _sources import write_parquet, write_shards
 from _training import TINY, assert_same_run, call, metrics, stop_at, trainer
+from cenet.data.datasets import Encoded, Resident, digest, digits, held_out, image_folders, load
 from cenet.diagnosing.command import run as diagnose
 from cenet.report import write_page
+from cenet.signals import Interrupted
 from cenet.train import RECIPES, saving
-from cenet.train.data import Encoded, Resident, digest, digits, image_folders, load
-from cenet.train.holdout import held_out
-from cenet.train.interrupts import Interrupted
 from cenet.train.logbook import read_run
 from cenet.train.options import Options
 from cenet.train.recipes import Recipe

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from _training import ALONE, TINY, few_digits, trainer
+from cenet.data.input_spec import input_spec_of
 from cenet.train import RECIPES
 from cenet.train.engine import Trainer
 from cenet.train.initial import load_initial_
-from cenet.train.inputs import inputs_of
 from cenet.train.options import Options
 from cenet.train.run import Job, train
 from cenet.train.setup import build_network
@@ -29,7 +29,7 @@ def plain(tmp_path_factory):
 
 
 def made(recipe, classes=10):
-    inputs = inputs_of(few_digits().train, torch.device("cpu"))
+    inputs = input_spec_of(few_digits().train, torch.device("cpu"))
     return build_network(recipe, inputs._replace(classes=tuple(map(str, range(classes)))))
 
 

@@ -11,15 +11,15 @@ from torch import nn
 from _training import TINY, few_digits, trainer
 from cenet import NormCE2d
 from cenet.baselines import IterNorm2d, SwitchableWhitening2d
+from cenet.data.input_spec import FILES_MEAN, FILES_STD, InputSpec
 from cenet.models import NETWORKS
 from cenet.nn import ChannelEquilibrium2d
 from cenet.train import RECIPES, Recipe, saving
-from cenet.train.inputs import FILES_MEAN, FILES_STD, Inputs
 from cenet.train.logbook import ABOUT, read_run
 from cenet.train.recipes import RD_RATIO
 from cenet.train.setup import build_loss, build_network, build_optimizer, build_schedule
 
-IMAGENET = Inputs(tuple(str(i) for i in range(1000)), FILES_MEAN, FILES_STD)
+IMAGENET = InputSpec(tuple(str(i) for i in range(1000)), FILES_MEAN, FILES_STD)
 RESNETS = ("resnet18", "resnet50", "resnet101")
 # blocks of the four stages
 DEPTHS = {"resnet18": (2, 2, 2, 2), "resnet50": (3, 4, 6, 3), "resnet101": (3, 4, 23, 3)}

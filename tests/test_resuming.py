@@ -26,14 +26,14 @@ from safetensors.torch import save_file
 from _checks import version_1
 from _training import ALONE, TINY, VARIATIONS, assert_same_run, call, few_digits, stop_at, trainer
 from cenet.checkpoints import digest, read_state
+from cenet.data.sources import Folder
+from cenet.signals import Interrupted
 from cenet.train import saving, snapshot
 from cenet.train.command import ended
 from cenet.train.engine import Trainer
-from cenet.train.interrupts import Interrupted
 from cenet.train.options import Options
 from cenet.train.processes import Processes
 from cenet.train.run import Job, train
-from cenet.train.sources import Folder
 from cenet.train.weights import WEIGHTS, load_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -304,9 +304,9 @@ def main() -> None:
 
 def _main() -> None:
     if sys.argv[1:2] in (["train"], ["detect"]):
-        from cenet.train.interrupts import answered
+        from cenet.signals import exit_on_sigterm
 
-        with answered():
+        with exit_on_sigterm():
             (train if sys.argv[1] == "train" else detect)()  # their arguments depend on the recipe
         return
     tyro.extras.subcommand_cli_from_dict(

@@ -10,11 +10,11 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2.functional import pil_to_tensor
 
+from cenet.data.decoding import read_image
+from cenet.data.input_spec import FILES_MEAN, FILES_STD, InputSpec
 from cenet.detection.annotations import Faults, Record, clean
 from cenet.detection.recipes import DetectionRecipe
 from cenet.detection.shapes import draw_shapes
-from cenet.train.decoding import read_image
-from cenet.train.inputs import FILES_MEAN, FILES_STD, Inputs
 
 SHAPES = (400, 100)  # images to train on and to test with
 SHOWN = 3  # of a fault, by name
@@ -70,9 +70,9 @@ class SceneSplit(NamedTuple):
     train: Scenes
     test: Scenes
 
-    def inputs(self) -> Inputs:
+    def inputs(self) -> InputSpec:
         """What a network trained on them takes."""
-        return Inputs(self.train.classes, FILES_MEAN, FILES_STD)
+        return InputSpec(self.train.classes, FILES_MEAN, FILES_STD)
 
 
 def load(recipe: DetectionRecipe, folder: Path | None) -> SceneSplit:

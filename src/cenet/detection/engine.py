@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 import cenet.train.snapshot as snapshot
+from cenet.data.input_spec import InputSpec
+from cenet.data.order import seed_of
 from cenet.detection.data import SceneSplit
 from cenet.detection.evaluation import KINDS, MEASURES, evaluate
 from cenet.detection.loaders import training_batches
 from cenet.detection.networks import detector
 from cenet.detection.recipes import DetectionRecipe
-from cenet.train.inputs import Inputs
 from cenet.train.loop import Batch, Loop
 from cenet.train.options import RunOptions
-from cenet.train.order import seed_of
 from cenet.train.processes import Processes
 
 # of torchvision's detectors
@@ -44,7 +44,7 @@ class DetectionOptions(RunOptions):
 
 
 def build_detector(
-    recipe: DetectionRecipe, inputs: Inputs, checkpoint: Path | None = None
+    recipe: DetectionRecipe, inputs: InputSpec, checkpoint: Path | None = None
 ) -> nn.Module:
     """The network of a recipe, for these classes."""
     network: nn.Module = detector(

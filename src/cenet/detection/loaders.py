@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from cenet.data.order import Shard, epoch_order, seed_of
+from cenet.data.workers import loaded
 from cenet.detection.data import Scenes, outline_mask
 from cenet.detection.recipes import DetectionRecipe
-from cenet.train.order import Shard, epoch_order, seed_of
-from cenet.train.workers import loaded
 
 Target = dict[str, Tensor]
 Sample = tuple[Tensor, Target]

@@ -16,11 +16,11 @@ from cenet.analysis.diagnose import diagnose, without_prunable
 from cenet.analysis.diagnosis import FILE, Cam, Diagnosis, Images, Model, Skipped
 from cenet.analysis.gradcam import overlays
 from cenet.analysis.verdict import Evidence, judge
+from cenet.data.datasets import CIFAR10_FOLDER, Resident, load_test
+from cenet.data.loaders import evaluation_batches
 from cenet.diagnosing.images import ImageStream, find_images
 from cenet.diagnosing.network import LoadedNetwork, find_network, num_outputs
 from cenet.diagnosing.terminal import print_summary
-from cenet.train.data import CIFAR10_FOLDER, Resident, load_test
-from cenet.train.loaders import evaluation_batches
 from cenet.train.processes import start
 from cenet.train.recipes import RECIPES
 

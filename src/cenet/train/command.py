@@ -10,9 +10,9 @@ from typing import Annotated, Any, TypeVar
 
 import tyro
 
-import cenet.train.interrupts as interrupts
+import cenet.signals as signals
+from cenet.signals import Interrupted
 from cenet.train.diagnosis import NonFiniteLoss
-from cenet.train.interrupts import Interrupted
 from cenet.train.options import Options
 from cenet.train.recipes import RECIPES, find_recipe
 from cenet.train.run import Job, train
@@ -84,10 +84,10 @@ def ended(run: Callable[[], dict[str, Any]], out: Path) -> dict[str, Any]:
     try:
         return run()
     except Interrupted:
-        interrupts.ignore()  # those who ask twice get the same answer
+        signals.ignore()  # those who ask twice get the same answer
         if is_first():
             print(f"interrupted and saved; the same command with --resume auto goes on in {out}")
-        sys.exit(interrupts.INTERRUPTED)
+        sys.exit(signals.INTERRUPTED)
     except KeyboardInterrupt:  # the second, which does not wait
         print(f"interrupted; --resume auto goes on from the newest checkpoint in {out}, if any")
         sys.exit(128 + signal.SIGINT)

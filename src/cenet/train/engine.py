@@ -12,15 +12,15 @@ from typing_extensions import override
 
 import cenet.train.snapshot as snapshot
 from cenet.analysis.monitor import Monitor
-from cenet.train.data import Encoded, Split, digest
+from cenet.data.datasets import Encoded, Split, digest
+from cenet.data.input_spec import InputSpec, input_spec_of
+from cenet.data.loaders import training_loader
+from cenet.data.order import seed_of
 from cenet.train.evaluation import Tester
 from cenet.train.graphs import EAGER_CALLS, EAGER_CALLS_DISTRIBUTED, Graphed, problem
 from cenet.train.initial import Initial, load_initial_
-from cenet.train.inputs import Inputs, inputs_of
-from cenet.train.loaders import training_loader
 from cenet.train.loop import Batch, Loop
 from cenet.train.options import Options
-from cenet.train.order import seed_of
 from cenet.train.preparation import prepare_kernels, rehearsals
 from cenet.train.processes import Processes
 from cenet.train.recipes import Recipe
@@ -61,7 +61,7 @@ class Trainer(Loop):
             raise ValueError(found)
         with ThreadPoolExecutor(1) as beside:
             digested = beside.submit(digest, data)
-            inputs = inputs_of(data.train, device)
+            inputs = input_spec_of(data.train, device)
             network, self.initial = _network(recipe, inputs, device, weights)
         layout = torch.channels_last if options.channels_last else torch.contiguous_format
         super().__init__(
@@ -192,7 +192,7 @@ class Trainer(Loop):
 
 
 def _network(
-    recipe: Recipe, inputs: Inputs, device: torch.device, weights: Path | None
+    recipe: Recipe, inputs: InputSpec, device: torch.device, weights: Path | None
 ) -> tuple[nn.Module, Initial | None]:
     """The network at the beginning of a run, and what it begins with if not at random."""
     snapshot.seed_everything(seed_of("weights", recipe.seed))

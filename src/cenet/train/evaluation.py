@@ -6,10 +6,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from cenet.train.data import Encoded, Resident
+from cenet.data.datasets import Encoded, Resident
+from cenet.data.input_spec import InputSpec
+from cenet.data.loaders import evaluation_batches
 from cenet.train.graphs import Graphed
-from cenet.train.inputs import Inputs
-from cenet.train.loaders import evaluation_batches
 from cenet.train.processes import Processes, total
 from cenet.train.recipes import Recipe
 from cenet.train.setup import autocast
@@ -39,7 +39,7 @@ class Tester:
         self,
         network: nn.Module,
         data: Resident | Encoded,
-        inputs: Inputs,
+        inputs: InputSpec,
         recipe: Recipe,
         processes: Processes,
         *,

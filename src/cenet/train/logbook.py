@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from cenet.analysis.monitor import FIELDS, Values
+from cenet.data.input_spec import InputSpec
 from cenet.train.course import C, Course
-from cenet.train.inputs import Inputs
 from cenet.train.saving import replace_file
 
 ABOUT = "run.json"
@@ -35,7 +35,7 @@ class Logbook:
     def begin(
         self,
         recipe: Course,
-        inputs: Inputs,
+        inputs: InputSpec,
         facts: dict[str, Any],
         *,
         after: int,
@@ -137,7 +137,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def read_run(folder: Path, kind: type[C]) -> tuple[C, Inputs]:
+def read_run(folder: Path, kind: type[C]) -> tuple[C, InputSpec]:
     """The recipe of a run, and what its network takes; ValueError if it is none of this kind."""
     path = folder / ABOUT
     if not path.is_file():
@@ -150,7 +150,7 @@ def read_run(folder: Path, kind: type[C]) -> tuple[C, Inputs]:
                 f"{folder} is a run of `{made}`, not of `{kind.command}`; see "
                 f"`{str(made).removesuffix(' train')} --help`"
             )
-        return kind.from_dict(about["recipe"]), Inputs.from_dict(about["inputs"])
+        return kind.from_dict(about["recipe"]), InputSpec.from_dict(about["inputs"])
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     except (KeyError, TypeError) as error:

@@ -16,8 +16,8 @@ from typing_extensions import override
 
 import cenet.train.saving as saving
 from cenet.environment import environment
+from cenet.signals import Interrupted, SignalWatch
 from cenet.train.diagnosis import NonFiniteLoss, first_non_finite
-from cenet.train.interrupts import Interrupted, Interrupts
 from cenet.train.logbook import Logbook
 from cenet.train.narrator import Narrator
 from cenet.train.processes import any_of, highest, share_buffers_, total
@@ -129,7 +129,7 @@ class Loop(RunState, ABC):
         self.clock.enter(FIRST_STEP)
         images = 0
         try:
-            with Interrupts() as interrupts, self.narrator, self.writer:
+            with SignalWatch() as interrupts, self.narrator, self.writer:
                 while self.position.epoch < self.recipe.epochs:
                     before = self.position.step
                     try:
@@ -151,7 +151,7 @@ class Loop(RunState, ABC):
         row: dict[str, Any] = self.logbook.rows[-1] if self.logbook.rows else {}
         return row
 
-    def train_epoch(self, interrupts: Interrupts) -> None:
+    def train_epoch(self, interrupts: SignalWatch) -> None:
         """Train the rest of the epoch."""
         position = self.position
         self.network.train()
@@ -184,7 +184,7 @@ class Loop(RunState, ABC):
         position.seconds = time.perf_counter() - started
         self.waits.settle(self.clock)
 
-    def _asked_for(self, interrupts: Interrupts) -> int:
+    def _asked_for(self, interrupts: SignalWatch) -> int:
         """The most that any process asks for."""
         interrupts.reclaim()
         self.writer.look()

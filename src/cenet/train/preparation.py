@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from cenet import ops
+from cenet.data.input_spec import InputSpec
 from cenet.nn import ce_layers
-from cenet.train.inputs import Inputs
 from cenet.train.processes import Processes
 from cenet.train.recipes import Recipe
 from cenet.train.setup import autocast
@@ -26,7 +26,12 @@ def prepare_kernels(network: nn.Module, steps: Iterator[Step], processes: Proces
 
 
 def rehearsals(
-    recipe: Recipe, inputs: Inputs, device: torch.device, *, channels_last: bool, tested: set[int]
+    recipe: Recipe,
+    inputs: InputSpec,
+    device: torch.device,
+    *,
+    channels_last: bool,
+    tested: set[int],
 ) -> Iterator[Step]:
     """A training step, and a test of each number of images that occurs in one."""
     layout = torch.channels_last if channels_last else torch.contiguous_format

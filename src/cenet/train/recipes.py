@@ -5,16 +5,15 @@ from typing import Any, Literal, get_args
 
 from typing_extensions import override
 
+from cenet.data.datasets import CorruptionTo, Dataset
+from cenet.data.views import Augment
 from cenet.train.course import INFINITY, RANGES, Course, Ranges, nearest
 
 Block = Literal["plain", "se", "bd", "ir", "ce"]
 Norm = Literal["bn", "gn", "in", "ln", "sn", "iternorm", "sw"]
 Act = Literal["default", "relu", "elu", "leaky_relu"]
-Dataset = Literal["imagenet", "tinyimagenet", "cifar10", "digits"]
-Augment = Literal["none", "crop_flip", "imagenet", "imagenet_colour", "imagenet_colour_released"]
 CEStart = Literal["paper", "identity"]
 NormPlaces = Literal["all", "published"]
-CorruptionTo = Literal["other", "any"]
 RD_RATIO = 0.25  # of the paper's gate
 
 
@@ -251,11 +250,6 @@ def family_and_row(name: str) -> tuple[str, str]:
     """The two parts of a recipe's name: tiny_resnet50_gn_ce -> tiny_resnet50, gn_ce."""
     family = max((base for base in _BASES if name.startswith(f"{base}_")), key=len)
     return family, name.removeprefix(f"{family}_")
-
-
-def is_for_files(augment: Augment) -> bool:
-    """Whether an augmentation shows a random part of an image, which files alone have."""
-    return augment.startswith("imagenet")
 
 
 def find_recipe(name: str) -> Recipe:

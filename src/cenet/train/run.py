@@ -12,11 +12,11 @@ import torch
 
 import cenet.train.processes as processes
 import cenet.train.saving as saving
+from cenet.data.datasets import load, load_test
+from cenet.data.order import Shard
 from cenet.train.claims import claimed
-from cenet.train.data import load, load_test
 from cenet.train.logbook import read_run
 from cenet.train.options import Options, RunOptions
-from cenet.train.order import Shard
 from cenet.train.recipes import Recipe
 from cenet.train.times import DATA, LIBRARIES, NETWORK, Clock
 
@@ -104,7 +104,7 @@ def carry_out(
                     print(said)
             return loop.run()
     except RuntimeError as error:
-        from cenet.train.workers import explain
+        from cenet.data.workers import explain
 
         explain(error)
         raise
@@ -167,9 +167,9 @@ def evaluate_run(
     from torch.optim.swa_utils import update_bn
 
     from cenet.calibration import update_ce_stats
+    from cenet.data.loaders import training_loader
     from cenet.nn import ce_layers
     from cenet.train.evaluation import Tester
-    from cenet.train.loaders import training_loader
     from cenet.train.weights import load_run, write_weights
 
     recipe, inputs = read_run(run, Recipe)

@@ -16,11 +16,11 @@ from timm.scheduler.scheduler import Scheduler
 from torch import nn
 from torch.optim import Optimizer
 
+from cenet.data.input_spec import InputSpec
 from cenet.models import create_model
 from cenet.nn import ce_layers, convert_sync_ce
 from cenet.ops import backend
 from cenet.train.course import Course
-from cenet.train.inputs import Inputs
 from cenet.train.recipes import RD_RATIO, Recipe
 
 PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -28,7 +28,7 @@ PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 UNDECAYED = ("mix_logit", "blend")
 
 
-def build_network(recipe: Recipe, inputs: Inputs) -> nn.Module:
+def build_network(recipe: Recipe, inputs: InputSpec) -> nn.Module:
     """The network of a recipe, for these images and classes."""
     return create_model(
         recipe.network,
@@ -44,7 +44,7 @@ def build_network(recipe: Recipe, inputs: Inputs) -> nn.Module:
     )
 
 
-def check_size(network: nn.Module, recipe: Recipe, inputs: Inputs) -> None:
+def check_size(network: nn.Module, recipe: Recipe, inputs: InputSpec) -> None:
     """Raise ValueError if the network cannot train on images of the recipe's size."""
     size = recipe.image_size
     shadow = deepcopy(network).to("meta").train()  # shapes alone

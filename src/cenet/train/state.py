@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 import cenet.train.saving as saving
 import cenet.train.snapshot as snapshot
 from cenet.checkpoints import load_state_
+from cenet.data.input_spec import InputSpec
+from cenet.data.order import Shard
 from cenet.train.background import Background
 from cenet.train.course import Course
 from cenet.train.graphs import side_stream
-from cenet.train.inputs import Inputs
 from cenet.train.options import RunOptions
-from cenet.train.order import Shard
 from cenet.train.processes import Processes, gathered, total
 from cenet.train.setup import build_optimizer, build_schedule
 from cenet.train.staging import Staging
@@ -51,7 +51,7 @@ class RunState:
         self,
         recipe: Course,
         network: nn.Module,
-        inputs: Inputs,
+        inputs: InputSpec,
         options: RunOptions,
         processes: Processes,
         *,

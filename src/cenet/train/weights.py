@@ -9,8 +9,8 @@ from torch import Tensor, nn
 import cenet.train.saving as saving
 import cenet.train.snapshot as snapshot
 from cenet.checkpoints import digest, load_state_, read_state
+from cenet.data.input_spec import InputSpec
 from cenet.train.course import Course
-from cenet.train.inputs import Inputs
 from cenet.train.logbook import read_run
 from cenet.train.recipes import Recipe
 from cenet.train.setup import build_network
@@ -18,7 +18,7 @@ from cenet.train.setup import build_network
 WEIGHTS = "weights.safetensors"
 
 
-def write_weights(path: Path, network: nn.Module, recipe: Course, inputs: Inputs) -> None:
+def write_weights(path: Path, network: nn.Module, recipe: Course, inputs: InputSpec) -> None:
     """Write a state dict, with recipe and inputs beside it."""
     state = {
         name: value.detach().cpu().contiguous().clone()

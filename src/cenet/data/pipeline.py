@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from cenet.train.cuda_decoding import as_tensor, jpeg_size
-from cenet.train.data import Encoded
-from cenet.train.decoding import decode, read
-from cenet.train.order import Item
-from cenet.train.resizing import resized
-from cenet.train.views import View, Viewing, shown_image
-from cenet.train.workers import loaded
+from cenet.data.cuda_decoding import as_tensor, jpeg_size
+from cenet.data.datasets import Encoded
+from cenet.data.decoding import decode, read
+from cenet.data.order import Item
+from cenet.data.resizing import resized
+from cenet.data.views import View, Viewing, shown_image
+from cenet.data.workers import loaded
 
 Decoder = Callable[[list[Tensor]], list[Tensor]]
 

@@ -1,19 +1,67 @@
-"""All images of a source at once: decoded by as many processes as there are cores."""
+"""From the bytes of image files to pixels: one image, or a whole source by many processes."""
 
 import mmap
 import multiprocessing
 import os
 import sys
+from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
-import cenet.train.interrupts as interrupts
-from cenet.train.decoding import decode
-from cenet.train.sources import Source
-from cenet.train.workers import untouched
+import cenet.signals as signals
+from cenet.data.sources import Source
+from cenet.data.workers import untouched
+
+
+def read(source: Source, index: int) -> bytes:
+    """The bytes of an image file; ValueError that says where it is if they cannot be read."""
+    try:
+        return source.read(index)
+    except OSError as error:
+        raise ValueError(f"{source.where(index)} cannot be read: {error.strerror}") from error
+
+
+def decode(source: Source, index: int) -> Any:
+    """An image of a source in RGB; ValueError that says where it is if it is damaged."""
+    return _opened(BytesIO(read(source, index)), source.where(index))
+
+
+def read_image(path: Path) -> Any:
+    """An image file in RGB; ValueError if it is damaged."""
+    return _opened(path, str(path))
+
+
+def _opened(content: Path | BytesIO, where: str) -> Any:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(content) as image:
+            return eight_bits(image).convert("RGB")
+    except UnidentifiedImageError as error:  # whose text is about where the bytes came from
+        raise ValueError(
+            f"{where} is not an image that can be read: its format is not known"
+        ) from error
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{where} is not an image that can be read: {error}") from error
+
+
+def eight_bits(image: Any) -> Any:
+    """An image whose values are 0 to 255; Pillow's own conversion clips larger ones."""
+    from PIL import Image
+
+    if image.mode == "F":
+        raise ValueError("its pixels are floating-point numbers; save it with 8 or 16 bits")
+    if not image.mode.startswith("I"):
+        return image
+    values = numpy.asarray(image)
+    if values.min() < 0 or values.max() > 65535:
+        raise ValueError(f"its pixels reach {values.max()}; save it with 8 or 16 bits")
+    return Image.fromarray((values // 257).astype(numpy.uint8))
+
 
 # processes are started for that many images each, at least
 SHARE = 2000
@@ -74,12 +122,12 @@ def _read_by_processes(source: Source, parts: list[range], images: Any) -> list[
     pipes = [fork.Pipe(duplex=False) for _ in parts]
 
     def read(number: int) -> None:
-        interrupts.ignore()
+        signals.ignore()
         pipes[number][1].send(_read(source, parts[number], images))
 
     helpers = [fork.Process(target=read, args=(number,)) for number in range(len(parts))]
     try:
-        with interrupts.held_back(), untouched():
+        with signals.held_back(), untouched():
             for helper in helpers:
                 helper.start()
         for _, sender in pipes:

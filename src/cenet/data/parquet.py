@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from cenet.data.sources import labels_and_classes
 from cenet.extras import require
-from cenet.train.labels import named
 
 # bytes of row groups that a process keeps
 KEPT = 128 * 2**20
@@ -155,8 +155,8 @@ def parquet_images(
     if isinstance(labels[0], str):
         classes = tuple(sorted(set(labels)))
         number = {name: number for number, name in enumerate(classes)}
-        return rows, *named([number[label] for label in labels], classes, rows.where)
-    return rows, *named(labels, first.classes or names, rows.where)
+        return rows, *labels_and_classes([number[label] for label in labels], classes, rows.where)
+    return rows, *labels_and_classes(labels, first.classes or names, rows.where)
 
 
 def _columns(schema: Any, path: Path) -> Columns:

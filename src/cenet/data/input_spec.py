@@ -5,14 +5,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cenet.train.data import Encoded, Resident
+from cenet.data.datasets import Encoded, Resident
 
 # ImageNet's, on a scale to 255
 FILES_MEAN = (123.675, 116.28, 103.53)
 FILES_STD = (58.395, 57.12, 57.375)
 
 
-class Inputs(NamedTuple):
+class InputSpec(NamedTuple):
     """Classes in the order of the logits; mean and standard deviation of channels, 0 to 255."""
 
     classes: tuple[str, ...]
@@ -33,7 +33,7 @@ class Inputs(NamedTuple):
         return {name: list(values) for name, values in self._asdict().items()}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "Inputs":
+    def from_dict(cls, values: dict[str, Any]) -> "InputSpec":
         """Undo `as_dict`; TypeError if the values are of other kinds."""
         found = cls(*(tuple(values[name]) for name in cls._fields))
         numbers = all(type(value) is float for value in (*found.mean, *found.std))
@@ -45,7 +45,7 @@ class Inputs(NamedTuple):
 class Normalization:
     """From pixels on a device to what a network takes."""
 
-    def __init__(self, inputs: Inputs, device: torch.device, *, channels_last: bool) -> None:
+    def __init__(self, inputs: InputSpec, device: torch.device, *, channels_last: bool) -> None:
         """Move mean and standard deviation to the device, once."""
         mean, std = inputs.statistics(device)
         self.mean, self.std = mean[:, None, None], std[:, None, None]
@@ -56,14 +56,14 @@ class Normalization:
         return ((images.float() - self.mean) / self.std).contiguous(memory_format=self.layout)
 
 
-def inputs_of(train: Resident | Encoded, device: torch.device | None = None) -> Inputs:
+def input_spec_of(train: Resident | Encoded, device: torch.device | None = None) -> InputSpec:
     """What a network trained on these images takes.
 
     Images in memory are normalized by their own statistics, which are counted on the device; files
     by ImageNet's.
     """
     if isinstance(train, Encoded):
-        return Inputs(train.classes, FILES_MEAN, FILES_STD)
+        return InputSpec(train.classes, FILES_MEAN, FILES_STD)
     # integers, so that the sums are exact
     values = train.images.to(device).transpose(0, 1).flatten(1)
     count = values.shape[1]
@@ -73,4 +73,4 @@ def inputs_of(train: Resident | Encoded, device: torch.device | None = None) -> 
     mean = (histogram @ levels.to(histogram.dtype)).double() / count
     square = (histogram.double() * (levels - mean[:, None]).square()).sum(1) / count
     std = square.sqrt().clamp_min(1)
-    return Inputs(train.classes, tuple(mean.float().tolist()), tuple(std.float().tolist()))
+    return InputSpec(train.classes, tuple(mean.float().tolist()), tuple(std.float().tolist()))

@@ -16,8 +16,7 @@ from typing import IO, NamedTuple
 
 from torch import Tensor
 
-from cenet.train.labels import named
-from cenet.train.sources import SUFFIXES
+from cenet.data.sources import SUFFIXES, labels_and_classes
 
 BLOCK = 512
 IMAGES = {ending.removeprefix(".") for ending in SUFFIXES}
@@ -93,7 +92,7 @@ def tar_images(
         images, found = _samples(path)
         shards.add(path, images)
         numbers += found
-    return shards, *named(numbers, names, shards.where)
+    return shards, *labels_and_classes(numbers, names, shards.where)
 
 
 def _samples(path: Path) -> tuple[list[Member], list[int]]:

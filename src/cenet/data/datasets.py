@@ -1,22 +1,31 @@
-"""Images and labels: embedded digits, CIFAR-10 and folders, checked before training."""
+"""Data sets as images and labels: built-in digits, CIFAR-10, folders, tar and parquet files."""
 
+import re
+from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from cenet.data.decoding import decode, read_all
+from cenet.data.parquet import parquet_images
+from cenet.data.sources import SUFFIXES, Folder, Source, Subset, read_names
+from cenet.data.tar_shards import tar_images
+from cenet.data.views import Augment, is_for_files
 from cenet.extras import require
-from cenet.train.decoding import decode
-from cenet.train.holdout import held_out
-from cenet.train.parquet import parquet_images
-from cenet.train.places import TEST, TRAIN, Part, check_place, find_part
-from cenet.train.reading import read_all
-from cenet.train.recipes import CorruptionTo, Recipe, is_for_files
-from cenet.train.sources import SUFFIXES, Folder, Source, Subset
-from cenet.train.tar_shards import tar_images
 
+Dataset = Literal["imagenet", "tinyimagenet", "cifar10", "digits"]
+CorruptionTo = Literal["other", "any"]
+TRAIN = ("train",)
+TEST = ("test", "val", "validation")
+FORMS: tuple[Literal["tar", "parquet"], ...] = ("tar", "parquet")
+# of one part in one form, {0}; the first that finds files is taken
+PATTERNS = ("{0}/*.{1}", "{0}-*.{1}", "*-{0}-*.{1}", "data/{0}-*.{1}")
+COMPRESSED = ("tar.gz", "tgz", "tar.bz2", "tar.xz", "tar.zst", "tar.lz4")
+# of the shuffle that decides; the same for all runs, which are compared on the same images
+HOLDOUT_SEED = 2020
 DIGITS_TEST = 450
 CIFAR10_FOLDER = "cifar-10-batches-py"  # the folder in which torchvision stores it
 # a data set of so many bytes of decoded pixels is held in memory
@@ -39,6 +48,51 @@ class Encoded(NamedTuple):
     classes: tuple[str, ...]
 
 
+class Part(NamedTuple):
+    """Training or test images of a folder."""
+
+    name: str
+    form: Literal["folder", "tar", "parquet"]
+    paths: list[Path]  # of the files, or of the folder
+    names: tuple[str, ...] | None  # of the classes, if a file beside them tells
+
+
+class DataSettings(Protocol):
+    """The fields of a recipe that decide which images a run sees; `Recipe` documents them."""
+
+    @property
+    def dataset(self) -> Dataset:
+        """Name of the data set."""
+
+    @property
+    def image_size(self) -> int:
+        """Height and width of the images that a network sees."""
+
+    @property
+    def augment(self) -> Augment:
+        """Augmentation of the training images."""
+
+    @property
+    def holdout(self) -> float:
+        """Share of the training images to hold out."""
+
+    @property
+    def label_corruption(self) -> float:
+        """Share of the training labels to replace by random ones."""
+
+    @property
+    def label_corruption_to(self) -> CorruptionTo:
+        """Classes that those labels are drawn from."""
+
+    @property
+    def epochs(self) -> int:
+        """Passes over the training images."""
+
+    @property
+    def seed(self) -> int:
+        """Seed of the run."""
+
+
 class Split(NamedTuple):
     """Training and test images of one kind; held-out training images can stand for the latter."""
 
@@ -58,7 +112,7 @@ def digest(data: Split) -> str:
     return found.hexdigest()
 
 
-def load(recipe: Recipe, folder: Path | None) -> Split:
+def load(recipe: DataSettings, folder: Path | None) -> Split:
     """The data of a recipe; ValueError if it cannot be trained on.
 
     Args:
@@ -80,7 +134,7 @@ def load(recipe: Recipe, folder: Path | None) -> Split:
     return split
 
 
-def load_test(recipe: Recipe, folder: Path | None) -> Resident | Encoded:
+def load_test(recipe: DataSettings, folder: Path | None) -> Resident | Encoded:
     """The test images of a recipe; `folder` needs no others."""
     if folder is not None and folder.is_dir() and find_part(folder, TRAIN) is None:
         test = find_part(folder, TEST)
@@ -89,14 +143,14 @@ def load_test(recipe: Recipe, folder: Path | None) -> Resident | Encoded:
     return _load(recipe, folder).test
 
 
-def _load_held_out(recipe: Recipe, folder: Path | None) -> Split:
+def _load_held_out(recipe: DataSettings, folder: Path | None) -> Split:
     """The training images in two parts: those to train on, and those that are held out."""
     data = _load_train(recipe, folder)
     held = held_out(data.labels, recipe.holdout, data.classes)
     return Split(_selected(data, ~held), _selected(data, held))
 
 
-def _load_train(recipe: Recipe, folder: Path | None) -> Resident | Encoded:
+def _load_train(recipe: DataSettings, folder: Path | None) -> Resident | Encoded:
     """The training images of a recipe; `folder` needs no others."""
     if recipe.dataset == "digits" or folder is None:
         return _load(recipe, folder).train
@@ -117,7 +171,7 @@ def _selected(data: Resident | Encoded, mask: Tensor) -> Resident | Encoded:
     return data._replace(source=source, labels=data.labels[mask])
 
 
-def _load(recipe: Recipe, folder: Path | None) -> Split:
+def _load(recipe: DataSettings, folder: Path | None) -> Split:
     if recipe.dataset == "digits":
         if folder is not None:
             raise ValueError(f"the digits are embedded; leave --data {folder} away")
@@ -130,7 +184,7 @@ def _load(recipe: Recipe, folder: Path | None) -> Split:
     return image_folders(folder, recipe.image_size, resident=_is_resident(recipe))
 
 
-def _is_resident(recipe: Recipe) -> bool:
+def _is_resident(recipe: DataSettings) -> bool:
     return not is_for_files(recipe.augment)
 
 
@@ -207,6 +261,46 @@ def image_folders(folder: Path, size: int, *, resident: bool) -> Split:
     return Split(*(decoded(part, size) for part in parts))
 
 
+def check_place(folder: Path) -> None:
+    """ValueError if it is no folder of this machine."""
+    if re.match(r"[a-z][a-z0-9+.-]+:", str(folder)):
+        raise ValueError(
+            f"--data {folder} is not on this machine; images are read in any order, so download "
+            "the files and give their folder"
+        )
+    if not folder.is_dir():
+        raise ValueError(f"--data {folder} is not a folder")
+
+
+def find_part(folder: Path, names: tuple[str, ...]) -> Part | None:
+    """The first of the parts that a folder has, as folders of classes or in files that hold many.
+
+    Raises:
+        ValueError: it has compressed tar files alone.
+    """
+    for name in names:
+        own = folder / name
+        if own.is_dir() and any(entry.is_dir() for entry in own.iterdir()):
+            return Part(name, "folder", [own], None)
+        for form in FORMS:
+            if paths := _files(folder, name, form):
+                return Part(name, form, paths, read_names((paths[0].parent, folder)))
+        for ending in COMPRESSED:
+            if paths := _files(folder, name, ending):
+                raise ValueError(
+                    f"{paths[0]} is compressed, and images are read in any order; decompress all "
+                    "of them into files that end with .tar"
+                )
+        if own.is_dir():
+            return Part(name, "folder", [own], None)
+    return None
+
+
+def _files(folder: Path, part: str, ending: str) -> list[Path]:
+    found = (sorted(folder.glob(pattern.format(part, ending))) for pattern in PATTERNS)
+    return next((paths for paths in found if paths), [])
+
+
 def _encoded(part: Part) -> Encoded:
     if part.form == "tar":
         return Encoded(*tar_images(part.paths, part.names))
@@ -249,6 +343,37 @@ def decoded(files: Encoded, size: int) -> Resident:
 def _has_size(files: Encoded, size: int) -> bool:
     """Whether the first image has it."""
     return tuple(decode(files.source, 0).size) == (size, size)
+
+
+def held_out(labels: Tensor, share: float, classes: Sequence[str]) -> Tensor:
+    """Which images are held out: a mask, (N,) in bool.
+
+    The N places of the training set are shuffled in an order that depends on N alone. Of a class
+    with n images, the first round(share · n) in that order are held out, and one at least. A larger
+    share holds out the same images and more.
+
+    Args:
+        labels: class numbers of the training images in their order, (N,).
+        share: of each class to hold out, more than 0 and less than 1.
+        classes: their names, for the message.
+
+    Raises:
+        ValueError: a class would have no image left to train on.
+    """
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(HOLDOUT_SEED))
+    by_class = order[labels[order].argsort(stable=True)]
+    counts = labels.bincount(minlength=len(classes)).tolist()
+    held = torch.zeros(len(labels), dtype=torch.bool)
+    for name, places in zip(classes, torch.split(by_class, counts), strict=True):
+        count = len(places)
+        chosen = max(1, round(share * count))
+        if 0 < count <= chosen:
+            raise ValueError(
+                f"holdout={share:g} would hold out all {count} training images of class {name!r} "
+                "(at least one of each class is held out); lower it, or add images to the class"
+            )
+        held[places[:chosen]] = True
+    return held
 
 
 def corrupt(labels: Tensor, share: float, classes: int, seed: int, *, to: CorruptionTo) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cenet.train.views import View
+from cenet.data.views import View
 
 # of images that are worked on at once, each as large as the largest of them
 PIXELS = 2**26

@@ -14,15 +14,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.data import Dataset
 
-from cenet.train.cuda_decoding import Decoding, choose, decode_jpegs
-from cenet.train.data import Encoded, Resident
-from cenet.train.decoding import decode
-from cenet.train.inputs import Inputs, Normalization
-from cenet.train.order import Item, Plan, Shard, epoch_order, seed_of
-from cenet.train.pipeline import Pipeline
-from cenet.train.recipes import Augment, Recipe, is_for_files
-from cenet.train.views import PADDING, Viewing, shown
-from cenet.train.workers import loaded
+from cenet.data.cuda_decoding import Decoding, choose, decode_jpegs
+from cenet.data.datasets import DataSettings, Encoded, Resident
+from cenet.data.decoding import decode
+from cenet.data.input_spec import InputSpec, Normalization
+from cenet.data.order import Item, Plan, Shard, epoch_order, seed_of
+from cenet.data.pipeline import Pipeline
+from cenet.data.views import PADDING, Augment, Viewing, is_for_files, shown
+from cenet.data.workers import loaded
 
 Batch = tuple[Tensor, Tensor]  # normalized images and labels on the device
 
@@ -56,7 +55,7 @@ class ResidentLoader:
     def __init__(
         self,
         data: Resident,
-        inputs: Inputs,
+        inputs: InputSpec,
         shard: Shard,
         *,
         augment: Augment,
@@ -209,9 +208,9 @@ class FilesLoader:
 
 
 def training_loader(
-    recipe: Recipe,
+    recipe: DataSettings,
     data: Resident | Encoded,
-    inputs: Inputs,
+    inputs: InputSpec,
     shard: Shard,
     *,
     device: torch.device,
@@ -246,7 +245,7 @@ def training_loader(
 
 def evaluation_batches(
     data: Resident | Encoded,
-    inputs: Inputs,
+    inputs: InputSpec,
     *,
     size: int,
     batch: int,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-import cenet.train.interrupts as interrupts
+import cenet.signals as signals
 
 
 def loaded(
@@ -53,7 +53,7 @@ def _started(make: Callable[[], Iterable[Any]]) -> Any:
     before = set(multiprocessing.active_children())
     try:
         # workers inherit that signals are held back, until they are deaf
-        with interrupts.held_back(), untouched(), warnings.catch_warnings():
+        with signals.held_back(), untouched(), warnings.catch_warnings():
             # more processes than cores may be what a slow disk needs
             warnings.filterwarnings("ignore", message="This DataLoader will create")
             return iter(make())
@@ -100,4 +100,4 @@ def explain(error: BaseException) -> None:
 
 def _leave_signals_to_the_run(_worker: int) -> None:
     """A signal to the whole group must not take the workers away before the run has saved."""
-    interrupts.ignore()
+    signals.ignore()
