@@ -37,7 +37,7 @@ from cenet.detection.data import SceneSplit, load
 from cenet.detection.engine import DetectionOptions, DetectionTrainer
 from cenet.detection.recipes import RECIPES, DetectionRecipe
 from cenet.detection.run import DetectionJob, show_run, train
-from cenet.train.processes import Processes
+from cenet.distributed import Processes
 
 BACKBONES = {"plain": "resnet50", "ce": "ceresnet50"}
 SETTINGS = ("frozen", "synchronized", "scratch")

@@ -36,11 +36,11 @@ from PIL import Image, ImageEnhance
 from _runner import RESULTS, append_rows, commit, environment, percentiles, synchronize
 from cenet.data.datasets import load
 from cenet.data.loaders import training_loader
+from cenet.distributed import Processes
 from cenet.signals import SignalWatch
 from cenet.train import RECIPES
 from cenet.train.engine import Trainer
 from cenet.train.options import Options
-from cenet.train.processes import Processes
 from cenet.train.times import WAITING
 
 LONG, SHORT = 500, 375

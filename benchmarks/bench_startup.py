@@ -22,12 +22,12 @@ import torch
 
 from _runner import RESULTS, append_rows, environment, synchronize
 from cenet.data.datasets import Resident, Split
+from cenet.distributed import Processes
 from cenet.signals import SignalWatch
 from cenet.train import RECIPES
 from cenet.train.engine import Trainer
 from cenet.train.evaluation import RESIDENT_BATCH
 from cenet.train.options import Options
-from cenet.train.processes import Processes
 
 PARTS = ("imports", "building", "preparation", "first_step", "first_test")
 FIELDS = (

@@ -21,11 +21,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from _runner import RESULTS, append_rows, environment, percentiles, row
 from cenet.data.datasets import Resident, Split, load
+from cenet.distributed import Processes
 from cenet.signals import SignalWatch
 from cenet.train import RECIPES
 from cenet.train.engine import Trainer
 from cenet.train.options import Options
-from cenet.train.processes import Processes
 
 ROWS = {"plain": "vgg16_plain", "ce": "vgg16_ce"}
 

@@ -9,8 +9,9 @@ from statistics import fmean
 from typing import Any
 
 from cenet.analysis.diagnosis import COUNTED, FILE, Diagnosis, Layer
+from cenet.run_folder import ABOUT, CHANNELS, METRICS, read_metrics
 from cenet.train.course import Course
-from cenet.train.logbook import ABOUT, CHANNELS, METRICS, read_metrics, read_run
+from cenet.train.logbook import read_run
 from experiments.catalogue import RESULTS
 from experiments.detection import last_row
 from experiments.lasting import ABOUT as LASTING

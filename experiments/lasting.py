@@ -15,7 +15,6 @@ OUT/tasks.csv has a row for each task. A run that was interrupted begins anew: i
 import argparse
 import csv
 import json
-import os
 import sys
 import time
 from copy import deepcopy
@@ -32,11 +31,12 @@ from cenet.analysis import Monitor
 from cenet.data.datasets import Resident, digits, image_folders
 from cenet.data.input_spec import input_spec_of
 from cenet.data.order import seed_of
+from cenet.distributed import start
 from cenet.environment import environment
 from cenet.models import create_model
+from cenet.run_folder import replace_file
 from cenet.train import RECIPES
 from cenet.train.graphs import Graphed
-from cenet.train.processes import start
 from cenet.train.setup import UNDECAYED
 
 LOOKED_AT = 512  # images, by the measures of channels
@@ -162,9 +162,8 @@ def learn_all(course: Course, data: Resident, device: torch.device, out: Path) -
             print(f"task {task}: accuracy {row['accuracy']:.2%}, dormant "
                   f"{row['dormant_ratio']:.2%}", flush=True)  # fmt: skip
     about = {"course": asdict(course), "environment": environment(device, 1)}
-    partial = out / f".{ABOUT}"
-    partial.write_text(json.dumps(about, indent=1, default=str))
-    os.replace(partial, out / ABOUT)  # last: who finds it finds all rows
+    # written last: if the file is there, all rows are
+    replace_file(out / ABOUT, json.dumps(about, indent=1, default=str).encode())
     return rows
 
 

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from cenet.detection.recipes import RECIPES as DETECTORS
+from cenet.run_folder import WEIGHTS
 from cenet.train import RECIPES
 from cenet.train.course import Course
-from cenet.train.weights import WEIGHTS
 from experiments.lasting import ABOUT
 from experiments.lasting import Course as Tasks
 

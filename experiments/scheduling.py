@@ -14,8 +14,7 @@ from typing import Literal
 import torch
 
 from cenet.analysis.diagnosis import FILE
-from cenet.train.logbook import METRICS, read_metrics
-from cenet.train.weights import WEIGHTS
+from cenet.run_folder import METRICS, WEIGHTS, read_metrics
 from experiments.collecting import collect, parts_of
 from experiments.runs import Run
 from experiments.tables import RESULTS, add, names

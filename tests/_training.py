@@ -10,13 +10,13 @@ from PIL import Image
 
 from cenet.__main__ import main
 from cenet.data.datasets import Split, digits
+from cenet.distributed import Processes
+from cenet.run_folder import WEIGHTS, read_metrics
 from cenet.signals import SIGNALS
 from cenet.train import RECIPES, saving
 from cenet.train.engine import Trainer
-from cenet.train.logbook import TIMES, read_metrics
+from cenet.train.logbook import TIMES
 from cenet.train.options import Options
-from cenet.train.processes import Processes
-from cenet.train.weights import WEIGHTS
 
 ALONE = Processes(0, 1, torch.device("cpu"))
 

@@ -14,11 +14,11 @@ from cenet.data.datasets import Split
 from cenet.data.input_spec import input_spec_of
 from cenet.data.loaders import evaluation_batches, training_loader
 from cenet.data.order import Shard
+from cenet.distributed import Processes
 from cenet.train import RECIPES, saving
 from cenet.train.engine import Trainer
 from cenet.train.loop import Interrupted
 from cenet.train.options import Options
-from cenet.train.processes import Processes
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -9,7 +9,7 @@ from _distributed import run
 from cenet.detection.annotations import clean
 from cenet.detection.evaluation import _results, evaluate, predict, score
 from cenet.detection.loaders import sample
-from cenet.train.processes import Processes
+from cenet.distributed import Processes
 
 CPU = torch.device("cpu")
 COUNTS = (7, 3, 1)

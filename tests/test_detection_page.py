@@ -23,8 +23,9 @@ from cenet.detection.page import build_page, read_source
 from cenet.detection.predictions import choose, match, predictions_section
 from cenet.detection.run import show_run
 from cenet.report.render import save_page
+from cenet.run_folder import WEIGHTS
 from cenet.train import saving, snapshot
-from cenet.train.weights import WEIGHTS, write_weights
+from cenet.train.weights import write_weights
 
 SVG = "{http://www.w3.org/2000/svg}"
 

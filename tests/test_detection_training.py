@@ -21,11 +21,12 @@ from cenet.detection.data import SceneSplit, scenes
 from cenet.detection.engine import DetectionOptions, DetectionTrainer
 from cenet.detection.recipes import DetectionRecipe
 from cenet.detection.run import evaluate_run
+from cenet.distributed import Processes
+from cenet.run_folder import read_metrics
 from cenet.signals import Interrupted
 from cenet.train import saving
 from cenet.train.diagnosis import NonFiniteLoss
-from cenet.train.logbook import read_metrics, read_run
-from cenet.train.processes import Processes
+from cenet.train.logbook import read_run
 from test_scaling_out import torchrun
 
 ALONE = Processes(0, 1, torch.device("cpu"))

@@ -13,16 +13,15 @@ from torch import nn
 import cenet.train.loop as loop_module
 from _training import TINY, VARIATIONS, assert_same_run, few_digits, metrics, stop_at, trainer
 from cenet.data.order import epoch_order, seed_of
+from cenet.distributed import Processes
 from cenet.models import create_model
 from cenet.nn import ce_layers
+from cenet.run_folder import WEIGHTS, read_metrics
 from cenet.signals import Interrupted
 from cenet.train import RECIPES, snapshot
 from cenet.train.engine import Trainer
-from cenet.train.logbook import read_metrics
 from cenet.train.options import Options
-from cenet.train.processes import Processes
 from cenet.train.run import Job, evaluate_run, train
-from cenet.train.weights import WEIGHTS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,13 +9,14 @@ from safetensors.torch import load_file, save_file
 
 from _training import ALONE, TINY, few_digits, trainer
 from cenet.data.input_spec import input_spec_of
+from cenet.run_folder import WEIGHTS
 from cenet.train import RECIPES
 from cenet.train.engine import Trainer
 from cenet.train.initial import load_initial_
 from cenet.train.options import Options
 from cenet.train.run import Job, train
 from cenet.train.setup import build_network
-from cenet.train.weights import WEIGHTS, load_run
+from cenet.train.weights import load_run
 
 PLAIN = replace(TINY, block="plain", epochs=1)
 CE = replace(TINY, ce_start="identity", epochs=1)

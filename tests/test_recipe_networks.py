@@ -14,8 +14,9 @@ from cenet.baselines import IterNorm2d, SwitchableWhitening2d
 from cenet.data.input_spec import FILES_MEAN, FILES_STD, InputSpec
 from cenet.models import NETWORKS
 from cenet.nn import ChannelEquilibrium2d
+from cenet.run_folder import ABOUT
 from cenet.train import RECIPES, Recipe, saving
-from cenet.train.logbook import ABOUT, read_run
+from cenet.train.logbook import read_run
 from cenet.train.recipes import RD_RATIO
 from cenet.train.setup import build_loss, build_network, build_optimizer, build_schedule
 

@@ -27,14 +27,15 @@ from _checks import version_1
 from _training import ALONE, TINY, VARIATIONS, assert_same_run, call, few_digits, stop_at, trainer
 from cenet.checkpoints import digest, read_state
 from cenet.data.sources import Folder
+from cenet.distributed import Processes
+from cenet.run_folder import WEIGHTS
 from cenet.signals import Interrupted
 from cenet.train import saving, snapshot
 from cenet.train.command import ended
 from cenet.train.engine import Trainer
 from cenet.train.options import Options
-from cenet.train.processes import Processes
 from cenet.train.run import Job, train
-from cenet.train.weights import WEIGHTS, load_run
+from cenet.train.weights import load_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -135,7 +136,7 @@ def test_other_images_are_another_run(few_files, tmp_path):
 
 def test_only_one_run_writes_to_a_folder(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from cenet.train.claims import claimed\n"
+        "import sys; from pathlib import Path; from cenet.run_folder import claimed\n"
         "with claimed(Path(sys.argv[1])): print('mine', flush=True); input()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

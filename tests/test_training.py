@@ -10,14 +10,15 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from _training import ALONE, TINY, call, few_digits, trainer
+from cenet.distributed import Processes
 from cenet.models import create_model
+from cenet.run_folder import WEIGHTS
 from cenet.train import saving
 from cenet.train.diagnosis import NonFiniteLoss, first_non_finite
 from cenet.train.engine import Trainer
 from cenet.train.options import Options
-from cenet.train.processes import Processes
 from cenet.train.run import Job, evaluate_run, train
-from cenet.train.weights import WEIGHTS, load_run
+from cenet.train.weights import load_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -31,8 +31,8 @@ from cenet.analysis.diagnosis import FILE, Diagnosis
 from cenet.diagnosing.command import diagnose_loaded, diagnose_named
 from cenet.diagnosing.network import find_network
 from cenet.report import write_page
+from cenet.run_folder import METRICS, read_metrics
 from cenet.train import RECIPES
-from cenet.train.logbook import METRICS, read_metrics
 from cenet.train.options import Options
 from cenet.train.run import Job, train
 

@@ -5,7 +5,6 @@ wherever it comes from. `Diagnosis.read` is the only reader of the file.
 """
 
 import json
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Any
 
 from cenet.analysis.channels import WIDEST
 from cenet.analysis.json_dataclass import from_json, to_json
+from cenet.run_folder import replace_file
 
 FILE = "diagnosis.json"
 FORMAT = "cenet.diagnosis"
@@ -345,11 +345,9 @@ class Diagnosis:
         return from_json(cls, _since_version_2(content) if version == 2 else content)
 
     def write(self, path: Path) -> None:
-        """Write diagnosis.json: all of it, or nothing."""
+        """Write diagnosis.json; an existing file is replaced atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        beside.write_text(json.dumps(self.as_dict(), allow_nan=False) + "\n")
-        beside.replace(path)
+        replace_file(path, (json.dumps(self.as_dict(), allow_nan=False) + "\n").encode())
 
     @classmethod
     def read(cls, path: Path) -> "Diagnosis":

@@ -8,7 +8,8 @@ import tyro
 from cenet.detection.engine import DetectionOptions
 from cenet.detection.recipes import RECIPES, find_recipe
 from cenet.detection.run import DetectionJob, evaluate_run, show_run, train
-from cenet.train.command import ended, is_first, parse_job
+from cenet.distributed import is_first_process
+from cenet.train.command import ended, parse_job
 from cenet.train.times import LIBRARIES, Clock, process_age
 
 Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
@@ -29,7 +30,7 @@ def main(arguments: list[str]) -> None:
             description="Object detection and instance segmentation with CE.",
         )
     except (ValueError, OSError) as error:
-        raise SystemExit(str(error) if is_first() else 1) from error
+        raise SystemExit(str(error) if is_first_process() else 1) from error
 
 
 def parse(arguments: list[str]) -> DetectionJob:
@@ -49,7 +50,7 @@ def run_train(job: DetectionJob) -> None:
     """Train by a recipe: `cenet detect train RECIPE [--field value ...]`."""
     clock = Clock(LIBRARIES, process_age())
     row = ended(lambda: train(job, clock), job.options.out)
-    if row and is_first():
+    if row and is_first_process():
         found = ", ".join(
             f"{name.replace('_', ' ')} {value:.3f}" for name, value in row.items() if "_ap" in name
         )
@@ -65,7 +66,7 @@ def evaluate(run: Run, data: Path | None = None, device: Device = "auto") -> Non
         device: where to run.
     """
     scores = evaluate_run(run, data, device)
-    if is_first():
+    if is_first_process():
         print(scores.table)
         for name, value in scores.numbers.items():
             print(f"{name} {value:.4f}")

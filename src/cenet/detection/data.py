@@ -1,6 +1,5 @@
 """Images with boxes and masks: folders as COCO has them, or shapes that are drawn."""
 
-import json
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from cenet.data.input_spec import FILES_MEAN, FILES_STD, InputSpec
 from cenet.detection.annotations import Faults, Record, clean
 from cenet.detection.recipes import DetectionRecipe
 from cenet.detection.shapes import draw_shapes
+from cenet.run_folder import read_json
 
 SHAPES = (400, 100)  # images to train on and to test with
 SHOWN = 3  # of a fault, by name
@@ -124,10 +124,7 @@ def _places(folder: Path | None) -> list[tuple[Path, Path]]:
 def _part(path: Path, root: Path, *, masks: bool) -> Scenes:
     if not root.is_dir():
         raise ValueError(f"{path} is there, but its folder of images {root} is not")
-    try:
-        coco = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+    coco = read_json(path)
     try:
         return scenes(root.name, coco, root=root, masks=masks)
     except ValueError as error:

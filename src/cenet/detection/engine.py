@@ -17,9 +17,9 @@ from cenet.detection.evaluation import KINDS, MEASURES, evaluate
 from cenet.detection.loaders import training_batches
 from cenet.detection.networks import detector
 from cenet.detection.recipes import DetectionRecipe
+from cenet.distributed import Processes
 from cenet.train.loop import Batch, Loop
 from cenet.train.options import RunOptions
-from cenet.train.processes import Processes
 
 # of torchvision's detectors
 LOSSES = ("loss_classifier", "loss_box_reg", "loss_objectness", "loss_rpn_box_reg")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cenet.detection.annotations import Record
 from cenet.detection.data import Scenes
 from cenet.detection.loaders import test_batches
-from cenet.train.processes import Processes, gathered
+from cenet.distributed import Processes, gathered
 
 KINDS = {"box": "bbox", "mask": "segm"}
 MEASURES = ("ap", "ap50", "ap75")

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-import cenet.train.processes as processes
+import cenet.distributed as distributed
 import cenet.train.saving as saving
 from cenet.checkpoints import load_state_
 from cenet.detection.data import SHOWN, Scenes, SceneSplit, load
@@ -19,10 +19,10 @@ from cenet.detection.predictions import choose, predictions_section
 from cenet.detection.recipes import DetectionRecipe
 from cenet.detection.settings import STAGES
 from cenet.report.render import save_page
+from cenet.run_folder import replace_file
 from cenet.train.logbook import read_run
 from cenet.train.loop import Loop
 from cenet.train.run import Device, carry_out
-from cenet.train.saving import replace_file
 from cenet.train.times import DATA, LIBRARIES, NETWORK, Clock
 from cenet.train.weights import read_weights
 
@@ -52,7 +52,7 @@ class DetectionJob:
 
 
 def train(job: DetectionJob, clock: Clock | None = None) -> dict[str, Any]:
-    """Run a job, alone or as one of torchrun's processes, and return the last row of metrics.
+    """Run a job, alone or as one of torchrun's distributed, and return the last row of metrics.
 
     Args:
         job: what to run.
@@ -72,7 +72,7 @@ def train(job: DetectionJob, clock: Clock | None = None) -> dict[str, Any]:
             f"train everything by --setting scratch --trainable-layers {len(STAGES)}"
         )
 
-    def build(own: processes.Processes) -> Loop:
+    def build(own: distributed.Processes) -> Loop:
         clock.enter(DATA)
         data = load(job.recipe, job.data)
         clock.enter(NETWORK)
@@ -115,12 +115,12 @@ def _load(run: Path) -> tuple[nn.Module, str]:
 
 def evaluate_run(run: Path, data: Path | None = None, device: Device = "auto") -> Scores:
     """Average precision of a run: of its final weights, or of its newest checkpoint."""
-    own = processes.start(device)
+    own = distributed.start(device)
     try:
         network = load_detector(run).to(own.device)
         return evaluate(network, _data_of(run, data).test, own)
     finally:
-        processes.finish()
+        distributed.finish()
 
 
 def show_run(
@@ -143,14 +143,14 @@ def show_run(
     source = read_source(run)
     predictions, weights = None, ""
     if images:
-        own = processes.start(device)
+        own = distributed.start(device)
         try:
             scenes = _data_of(run, data).test
             network, weights = _load(run)
             indices = choose(scenes, images)
             found = predict(network.to(own.device), scenes, indices, device=own.device, workers=0)
         finally:
-            processes.finish()
+            distributed.finish()
         masks = recipe.detector == "mask_rcnn"
         predictions = predictions_section(scenes, indices, found, masks=masks, weights=weights)
     return save_page(build_page(source, recipe, predictions, weights), run / PAGE)

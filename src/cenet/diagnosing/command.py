@@ -21,7 +21,7 @@ from cenet.data.loaders import evaluation_batches
 from cenet.diagnosing.images import ImageStream, find_images
 from cenet.diagnosing.network import LoadedNetwork, find_network, num_outputs
 from cenet.diagnosing.terminal import print_summary
-from cenet.train.processes import start
+from cenet.distributed import start
 from cenet.train.recipes import RECIPES
 
 SLOW = "ablation runs the network once for each channel; --ablation-images 0 skips it"

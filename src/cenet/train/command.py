@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar
 import tyro
 
 import cenet.signals as signals
+from cenet.distributed import is_first_process, rank
 from cenet.signals import Interrupted
 from cenet.train.diagnosis import NonFiniteLoss
 from cenet.train.options import Options
@@ -60,7 +61,7 @@ def parse_job(
         found: J = tyro.cli(flat, default=job, args=rest, prog=f"{command} {name}")
     except ValueError as error:
         # all processes have the same arguments
-        raise SystemExit(str(error) if is_first() else 1) from error
+        raise SystemExit(str(error) if is_first_process() else 1) from error
     return found
 
 
@@ -68,7 +69,7 @@ def run(job: Job) -> None:
     """Run a job to its end; exit with a line and a code that say how it ended."""
     clock = Clock(LIBRARIES, process_age())
     row = ended(lambda: train(job, clock), job.options.out)
-    if row and is_first():
+    if row and is_first_process():
         images, note = "test", ""
         if share := job.recipe.holdout:
             images, note = "held-out", f"of training images held out by --holdout {share:g}; "
@@ -85,7 +86,7 @@ def ended(run: Callable[[], dict[str, Any]], out: Path) -> dict[str, Any]:
         return run()
     except Interrupted:
         signals.ignore()  # those who ask twice get the same answer
-        if is_first():
+        if is_first_process():
             print(f"interrupted and saved; the same command with --resume auto goes on in {out}")
         sys.exit(signals.INTERRUPTED)
     except KeyboardInterrupt:  # the second, which does not wait
@@ -95,19 +96,10 @@ def ended(run: Callable[[], dict[str, Any]], out: Path) -> dict[str, Any]:
         reason = str(error)
         if isinstance(error, OSError) and error.errno in FULL:
             reason += "; make room, and the same command with --resume auto goes on"
-        raise SystemExit(reason if is_first() else f"process {_rank()}: {reason}") from error
+        raise SystemExit(reason if is_first_process() else f"process {rank()}: {reason}") from error
     except RuntimeError as error:
         if "WORLD_SIZE" not in os.environ or not any(text in str(error) for text in GONE):
             raise
         raise SystemExit(
-            f"process {_rank()}: another process has ended; its message says why"
+            f"process {rank()}: another process has ended; its message says why"
         ) from None
-
-
-def is_first() -> bool:
-    """Whether this is the process that talks."""
-    return _rank() == "0"
-
-
-def _rank() -> str:
-    return os.environ.get("RANK", "0")

@@ -16,13 +16,13 @@ from cenet.data.datasets import Encoded, Split, digest
 from cenet.data.input_spec import InputSpec, input_spec_of
 from cenet.data.loaders import training_loader
 from cenet.data.order import seed_of
+from cenet.distributed import Processes
 from cenet.train.evaluation import Tester
 from cenet.train.graphs import EAGER_CALLS, EAGER_CALLS_DISTRIBUTED, Graphed, problem
 from cenet.train.initial import Initial, load_initial_
 from cenet.train.loop import Batch, Loop
 from cenet.train.options import Options
 from cenet.train.preparation import prepare_kernels, rehearsals
-from cenet.train.processes import Processes
 from cenet.train.recipes import Recipe
 from cenet.train.setup import (
     build_loss,

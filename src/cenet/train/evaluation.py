@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from cenet.data.datasets import Encoded, Resident
 from cenet.data.input_spec import InputSpec
 from cenet.data.loaders import evaluation_batches
+from cenet.distributed import Processes, total
 from cenet.train.graphs import Graphed
-from cenet.train.processes import Processes, total
 from cenet.train.recipes import Recipe
 from cenet.train.setup import autocast
 

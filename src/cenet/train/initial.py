@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from cenet.checkpoints import SHOWN, digest, load_state_, read_state
 from cenet.nn import NormCE2d
-from cenet.train.weights import WEIGHTS
+from cenet.run_folder import WEIGHTS
 
 
 class Initial(NamedTuple):

@@ -9,12 +9,17 @@ from typing import Any
 
 from cenet.analysis.monitor import FIELDS, Values
 from cenet.data.input_spec import InputSpec
+from cenet.run_folder import (
+    ABOUT,
+    CHANNELS,
+    METRICS,
+    METRICS_CSV,
+    read_json,
+    read_metrics,
+    replace_file,
+)
 from cenet.train.course import C, Course
-from cenet.train.saving import replace_file
 
-ABOUT = "run.json"
-METRICS = "metrics.jsonl"
-CHANNELS = "channels.csv"
 # what differs between two runs of the same recipe
 TIMES = ("seconds", "images_per_second")
 
@@ -122,19 +127,7 @@ class Logbook:
             writer = csv.DictWriter(table, list(self.rows[0]), lineterminator="\n")
             writer.writeheader()
             writer.writerows(self.rows)
-        replace_file(self.folder / "metrics.csv", table.getvalue().encode())
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Rows of metrics.jsonl; ValueError if it is damaged."""
-    try:
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    for number, row in enumerate(rows, start=1):
-        if not isinstance(row, dict) or not isinstance(row.get("epoch"), int):
-            raise ValueError(f"{path} cannot be read: line {number} is not the row of an epoch")
-    return rows
+        replace_file(self.folder / METRICS_CSV, table.getvalue().encode())
 
 
 def read_run(folder: Path, kind: type[C]) -> tuple[C, InputSpec]:
@@ -142,8 +135,8 @@ def read_run(folder: Path, kind: type[C]) -> tuple[C, InputSpec]:
     path = folder / ABOUT
     if not path.is_file():
         raise ValueError(f"{folder} is not a folder of `{kind.command}`: it has no {path.name}")
+    about = read_json(path)
     try:
-        about = json.loads(path.read_text())
         made = about["command"]
         if made != kind.command:
             raise ValueError(
@@ -151,7 +144,5 @@ def read_run(folder: Path, kind: type[C]) -> tuple[C, InputSpec]:
                 f"`{str(made).removesuffix(' train')} --help`"
             )
         return kind.from_dict(about["recipe"]), InputSpec.from_dict(about["inputs"])
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} is not of this version of `{kind.command}`: {error!r}") from error

@@ -15,12 +15,13 @@ from torch import nn
 from typing_extensions import override
 
 import cenet.train.saving as saving
+from cenet.distributed import any_of, highest, share_buffers_, total
 from cenet.environment import environment
+from cenet.run_folder import WEIGHTS
 from cenet.signals import Interrupted, SignalWatch
 from cenet.train.diagnosis import NonFiniteLoss, first_non_finite
 from cenet.train.logbook import Logbook
 from cenet.train.narrator import Narrator
-from cenet.train.processes import any_of, highest, share_buffers_, total
 from cenet.train.setup import autocast
 from cenet.train.state import RunState
 from cenet.train.times import (
@@ -33,7 +34,7 @@ from cenet.train.times import (
     in_words,
     start_in_words,
 )
-from cenet.train.weights import WEIGHTS, write_weights
+from cenet.train.weights import write_weights
 
 Batch = tuple[Any, ...]
 # what processes ask each other for after an update

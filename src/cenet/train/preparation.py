@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from cenet import ops
 from cenet.data.input_spec import InputSpec
+from cenet.distributed import Processes
 from cenet.nn import ce_layers
-from cenet.train.processes import Processes
 from cenet.train.recipes import Recipe
 from cenet.train.setup import autocast
 

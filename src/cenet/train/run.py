@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-import cenet.train.processes as processes
+import cenet.distributed as distributed
 import cenet.train.saving as saving
 from cenet.data.datasets import load, load_test
 from cenet.data.order import Shard
-from cenet.train.claims import claimed
+from cenet.run_folder import locked
 from cenet.train.logbook import read_run
 from cenet.train.options import Options, RunOptions
 from cenet.train.recipes import Recipe
@@ -51,7 +51,7 @@ class Job:
 
 
 def train(job: Job, clock: Clock | None = None) -> dict[str, Any]:
-    """Run a job, alone or as one of torchrun's processes, and return the last row of metrics.
+    """Run a job, alone or as one of torchrun's distributed, and return the last row of metrics.
 
     Args:
         job: what to run.
@@ -64,7 +64,7 @@ def train(job: Job, clock: Clock | None = None) -> dict[str, Any]:
 
     clock = clock or Clock(LIBRARIES)
 
-    def build(own: processes.Processes) -> "Loop":
+    def build(own: distributed.Processes) -> "Loop":
         # libraries take seconds to import, in which the images can be read
         with ThreadPoolExecutor(1) as beside:
             reading = beside.submit(load, job.recipe, job.data)
@@ -85,13 +85,13 @@ def train(job: Job, clock: Clock | None = None) -> dict[str, Any]:
 
 
 def carry_out(
-    build: Callable[[processes.Processes], "Loop"],
+    build: Callable[[distributed.Processes], "Loop"],
     options: RunOptions,
     device: Device,
     clock: Clock,
 ) -> dict[str, Any]:
     """Build a loop for this process among its fellows, resume it if asked to, and run it."""
-    own = processes.start(device)
+    own = distributed.start(device)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     try:
@@ -109,21 +109,21 @@ def carry_out(
         explain(error)
         raise
     finally:
-        processes.finish()
+        distributed.finish()
 
 
 @contextmanager
-def _folder(options: RunOptions, own: processes.Processes) -> Iterator[None]:
-    """The folder of the run, for this run alone; ValueError in all processes if it is not."""
+def _folder(options: RunOptions, own: distributed.Processes) -> Iterator[None]:
+    """The folder of the run, for this run alone; ValueError in all distributed if it is not."""
     problem = None
     with ExitStack() as claim:
         if own.is_first:  # which writes
             try:
                 _check_folder(options)
-                claim.enter_context(claimed(options.out))
+                claim.enter_context(locked(options.out))
             except (ValueError, OSError) as error:
                 problem = str(error)
-        problem = processes.gathered(problem, own)[0]
+        problem = distributed.gathered(problem, own)[0]
         if problem is not None:
             raise ValueError(problem)
         yield
@@ -173,7 +173,7 @@ def evaluate_run(
     from cenet.train.weights import load_run, write_weights
 
     recipe, inputs = read_run(run, Recipe)
-    own = processes.start(device)
+    own = distributed.start(device)
     try:
         network = load_run(run).to(own.device)
         test = load_test(recipe, data)
@@ -194,4 +194,4 @@ def evaluate_run(
             write_weights(save, network, recipe, inputs)
         return Tester(network, test, inputs, recipe, own)()
     finally:
-        processes.finish()
+        distributed.finish()

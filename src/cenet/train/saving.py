@@ -8,8 +8,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cenet.checkpoints import digest
+from cenet.run_folder import beside, replacing
 
 KEPT = 2
 PATTERN = "step-*.safetensors"
@@ -38,55 +38,25 @@ def write(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -
     text = json.dumps(facts, allow_nan=True, sort_keys=True)
     metadata = {"facts": text, "digest": digest(tensors, text)}
     # a folder of its own: safetensors makes files beside the one it writes, which a kill leaves
-    room = _beside(path)
+    room = beside(path)
     room.mkdir(parents=True, exist_ok=True)
     try:
-        with _replaced(path, room / path.name) as beside:
+        with replacing(path, room / path.name) as new:
             # other threads go on meanwhile
-            save_file(dict(tensors), beside, metadata)
+            _save(dict(tensors), new, metadata)
     finally:
         shutil.rmtree(room, ignore_errors=True)
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Put `content` at `path` in one step, and on the disk before that."""
-    with _replaced(path, _beside(path)) as beside:
-        beside.write_bytes(content)
-
-
-def _beside(path: Path) -> Path:
-    """A name beside `path` that no other process uses."""
-    return path.with_name(f".{path.name}.{os.getpid()}")
-
-
-@contextmanager
-def _replaced(path: Path, beside: Path) -> Iterator[Path]:
-    """A file to write, which takes the place of `path` when it is on the disk."""
+def _save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Write a safetensors file; OSError if that fails, with the number of the system's error."""
     try:
-        yield beside
-        _sync(beside)
-        os.replace(beside, path)
-    except (OSError, SafetensorError) as error:
-        beside.unlink(missing_ok=True)
-        number = error.errno if isinstance(error, OSError) else _errno(str(error))
-        reason = str(error) if number is None else os.strerror(number)
-        raise OSError(number, reason, str(path)) from error
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-def _errno(message: str) -> int | None:
-    """The number that safetensors knows of an error of the system."""
-    found = re.search(r"os error (\d+)", message)
-    return int(found[1]) if found else None
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:
+        found = re.search(r"os error (\d+)", str(error))
+        if found is None:
+            raise OSError(str(error)) from error
+        raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -17,11 +17,11 @@ import cenet.train.snapshot as snapshot
 from cenet.checkpoints import load_state_
 from cenet.data.input_spec import InputSpec
 from cenet.data.order import Shard
+from cenet.distributed import Processes, gathered, total
 from cenet.train.background import Background
 from cenet.train.course import Course
 from cenet.train.graphs import side_stream
 from cenet.train.options import RunOptions
-from cenet.train.processes import Processes, gathered, total
 from cenet.train.setup import build_optimizer, build_schedule
 from cenet.train.staging import Staging
 

@@ -10,12 +10,11 @@ import cenet.train.saving as saving
 import cenet.train.snapshot as snapshot
 from cenet.checkpoints import digest, load_state_, read_state
 from cenet.data.input_spec import InputSpec
+from cenet.run_folder import WEIGHTS, replace_file
 from cenet.train.course import Course
 from cenet.train.logbook import read_run
 from cenet.train.recipes import Recipe
 from cenet.train.setup import build_network
-
-WEIGHTS = "weights.safetensors"
 
 
 def write_weights(path: Path, network: nn.Module, recipe: Course, inputs: InputSpec) -> None:
@@ -26,7 +25,7 @@ def write_weights(path: Path, network: nn.Module, recipe: Course, inputs: InputS
     }
     # one entry: several would come in any order, and equal runs write equal files
     about = {"recipe": recipe.as_dict(), "inputs": inputs.as_dict(), "digest": digest(state, "")}
-    saving.replace_file(path, save(state, {"cenet": json.dumps(about)}))
+    replace_file(path, save(state, {"cenet": json.dumps(about)}))
 
 
 def read_weights(run: Path) -> tuple[dict[str, Tensor], str]:

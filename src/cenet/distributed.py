@@ -1,4 +1,4 @@
-"""One process or many: what torchrun says, and the few things processes must agree on."""
+"""One process, or the processes that torchrun started, and the values they exchange."""
 
 import os
 from datetime import timedelta
@@ -12,7 +12,13 @@ TIMEOUT = timedelta(minutes=10)
 
 
 class Processes(NamedTuple):
-    """This process among its fellows."""
+    """This process and how many there are.
+
+    Attributes:
+        rank: number of this process, from 0.
+        world: number of processes.
+        device: device of this process.
+    """
 
     rank: int
     world: int
@@ -20,12 +26,22 @@ class Processes(NamedTuple):
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes files and talks."""
+        """Whether this is the process that writes files and prints."""
         return self.rank == 0
 
 
+def rank() -> int:
+    """Number of this process as torchrun set it, also before `start`; 0 without torchrun."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def is_first_process() -> bool:
+    """Whether this is the process that prints; known before `start`."""
+    return rank() == 0
+
+
 def start(device: str = "auto") -> Processes:
-    """Join the processes that torchrun has started, if it has.
+    """Join the processes that torchrun has started; without torchrun, there is one process.
 
     Args:
         device: cpu, cuda, or auto for cuda where there is one.
@@ -41,20 +57,20 @@ def start(device: str = "auto") -> Processes:
     if "RANK" not in os.environ:
         return Processes(0, 1, place)
     if not dist.is_initialized():
-        # what hosts agree on must not wait for GPUs
+        # hosts exchange values over gloo, without waiting for GPUs
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=TIMEOUT)
     return Processes(dist.get_rank(), dist.get_world_size(), place)
 
 
 def finish() -> None:
-    """Leave the other processes."""
+    """Leave the process group."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def total(values: Tensor, processes: Processes) -> Tensor:
-    """The sum over processes."""
+    """The sum of a tensor over all processes."""
     if processes.world > 1:
         values = values.clone()
         dist.all_reduce(values)
@@ -62,7 +78,7 @@ def total(values: Tensor, processes: Processes) -> Tensor:
 
 
 def highest(value: int, processes: Processes) -> int:
-    """The largest value that a process has; hosts agree on it, and no GPU is waited for."""
+    """The maximum over all processes, exchanged by the hosts without waiting for a GPU."""
     if processes.world == 1:
         return value
     values = torch.tensor(value)
@@ -71,19 +87,19 @@ def highest(value: int, processes: Processes) -> int:
 
 
 def any_of(flag: bool, processes: Processes) -> bool:
-    """Whether it holds in any process."""
+    """Whether the flag is set in any process."""
     return bool(highest(int(flag), processes))
 
 
 def share_buffers_(module: nn.Module, processes: Processes) -> None:
-    """Give all processes the buffers of the first, which are those that are saved."""
+    """Broadcast the buffers of the first process, which are the ones that are saved."""
     if processes.world > 1:
         for buffer in module.buffers():
             dist.broadcast(buffer, 0)
 
 
 def gathered(value: Any, processes: Processes) -> list[Any]:
-    """The values of all processes, in order."""
+    """The values of all processes, in order of their rank."""
     if processes.world == 1:
         return [value]
     values: list[Any] = [None] * processes.world
