@@ -39,7 +39,7 @@ from cenet.data.loaders import training_loader
 from cenet.distributed import Processes
 from cenet.signals import SignalWatch
 from cenet.train import RECIPES
-from cenet.train.engine import Trainer
+from cenet.train.classifier import Trainer
 from cenet.train.options import Options
 from cenet.train.times import WAITING
 

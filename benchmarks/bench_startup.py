@@ -25,7 +25,7 @@ from cenet.data.datasets import Resident, Split
 from cenet.distributed import Processes
 from cenet.signals import SignalWatch
 from cenet.train import RECIPES
-from cenet.train.engine import Trainer
+from cenet.train.classifier import Trainer
 from cenet.train.evaluation import RESIDENT_BATCH
 from cenet.train.options import Options
 

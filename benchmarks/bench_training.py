@@ -24,7 +24,7 @@ from cenet.data.datasets import Resident, Split, load
 from cenet.distributed import Processes
 from cenet.signals import SignalWatch
 from cenet.train import RECIPES
-from cenet.train.engine import Trainer
+from cenet.train.classifier import Trainer
 from cenet.train.options import Options
 
 ROWS = {"plain": "vgg16_plain", "ce": "vgg16_ce"}
@@ -105,7 +105,7 @@ def main() -> None:
                 trainer.end_epoch()
             timing = percentiles([1e3 * value for value in times[name]])
             rows.append(row(timing, None, {**columns, "provider": name}))
-            last = trainer.logbook.rows[-1]
+            last = trainer.run_log.rows[-1]
             ratio = timing.p50 / 1e3 / percentiles(times["plain"]).p50
             print(f"{mode} {args.precision} {name:5} {timing.p50 / 1e3:.3f} s an epoch "
                   f"({min(times[name]):.3f} to {max(times[name]):.3f}), {ratio:.2f} of plain; "

@@ -36,8 +36,8 @@ from cenet.environment import environment
 from cenet.models import create_model
 from cenet.run_folder import replace_file
 from cenet.train import RECIPES
-from cenet.train.graphs import Graphed
-from cenet.train.setup import UNDECAYED
+from cenet.train.build import UNDECAYED
+from cenet.train.cuda_graphs import GraphedFunction
 
 LOOKED_AT = 512  # images, by the measures of channels
 TASKS, ABOUT = "tasks.csv", "lasting.json"
@@ -102,7 +102,7 @@ class Learner:
         if device.type == "cpu" and self.images.shape[-1] < SMALL:
             torch.set_num_threads(1)  # several would spend their time waiting for each other
         self.sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, right answers
-        self.step: Any = Graphed(self._step) if device.type == "cuda" else self._step
+        self.step: Any = GraphedFunction(self._step) if device.type == "cuda" else self._step
 
     def learn(self, task: int) -> dict[str, float]:
         """Learn a task; what is known about its last epoch, and about the channels after it."""

@@ -15,8 +15,8 @@ from cenet.data.input_spec import input_spec_of
 from cenet.data.loaders import evaluation_batches, training_loader
 from cenet.data.order import Shard
 from cenet.distributed import Processes
-from cenet.train import RECIPES, saving
-from cenet.train.engine import Trainer
+from cenet.train import RECIPES, checkpoint
+from cenet.train.classifier import Trainer
 from cenet.train.loop import Interrupted
 from cenet.train.options import Options
 
@@ -233,10 +233,10 @@ def test_an_interrupted_run_goes_on_at_the_same_image(tmp_path, cuda_graphs):
     stop_at(first, 5)
     with pytest.raises(Interrupted):
         first.run()
-    assert saving.newest(tmp_path / "cut")[2]["position"]["step"] == 5
+    assert checkpoint.newest(tmp_path / "cut")[2]["position"]["step"] == 5
     second, rest = trainer("cut")
     assert second.resume()
     second.run()
     assert [*seen, *rest] == expected
-    last = second.logbook.rows[-1]
-    assert last["train_loss"] == pytest.approx(whole.logbook.rows[-1]["train_loss"], rel=1e-2)
+    last = second.run_log.rows[-1]
+    assert last["train_loss"] == pytest.approx(whole.run_log.rows[-1]["train_loss"], rel=1e-2)

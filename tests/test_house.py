@@ -88,11 +88,10 @@ LEVELS = [
         *("data.cuda_decoding", "data.pipeline", "data.loaders", "data"),
     ),
     (
-        *("train.course", "train.recipes", "train.saving", "train.snapshot"),
-        *("train.setup", "train.graphs", "train.background", "train.staging", "train.times"),
-        *("train.diagnosis", "train.evaluation", "train.logbook", "train.narrator"),
-        *("train.options", "train.weights", "train.initial", "train.state"),
-        *("train.loop", "train.preparation", "train.engine", "train.run", "train.command"),
+        *("train.training_recipe", "train.recipes", "train.options", "train.build"),
+        *("train.cuda_graphs", "train.checkpoint", "train.times", "train.nonfinite"),
+        *("train.evaluation", "train.run_log", "train.progress", "train.weights", "train.state"),
+        *("train.loop", "train.classifier", "train.job", "train.command"),
         "train",
     ),
     (

@@ -29,9 +29,8 @@ from cenet.distributed import Processes
 from cenet.kernels import layer, replay
 from cenet.kernels.preparation import rehearse
 from cenet.models import create_model
-from cenet.train.engine import Trainer
+from cenet.train.classifier import Trainer, rehearsals
 from cenet.train.options import Options
-from cenet.train.preparation import rehearsals
 
 NETWORKS = {
     "vgg": partial(create_model, "vgg6", in_chans=1),

@@ -15,10 +15,10 @@ from cenet.data.input_spec import FILES_MEAN, FILES_STD, InputSpec
 from cenet.models import NETWORKS
 from cenet.nn import ChannelEquilibrium2d
 from cenet.run_folder import ABOUT
-from cenet.train import RECIPES, Recipe, saving
-from cenet.train.logbook import read_run
+from cenet.train import RECIPES, Recipe, checkpoint
+from cenet.train.build import build_loss, build_network, build_optimizer, build_schedule
 from cenet.train.recipes import RD_RATIO
-from cenet.train.setup import build_loss, build_network, build_optimizer, build_schedule
+from cenet.train.run_log import read_run
 
 IMAGENET = InputSpec(tuple(str(i) for i in range(1000)), FILES_MEAN, FILES_STD)
 RESNETS = ("resnet18", "resnet50", "resnet101")
@@ -196,7 +196,7 @@ def test_a_run_of_an_earlier_version_is_read_and_goes_on(tmp_path, monkeypatch):
         engine.run()
     about = json.loads((tmp_path / ABOUT).read_text())
     assert not set(NEW) & set(about["recipe"])
-    assert not set(NEW) & set(saving.newest(tmp_path)[2]["recipe"])
+    assert not set(NEW) & set(checkpoint.newest(tmp_path)[2]["recipe"])
     recipe, _ = read_run(tmp_path, Recipe)
     assert recipe == TINY
     assert trainer(TINY, tmp_path, few_digits()).resume().endswith("epochs are trained")

@@ -13,8 +13,8 @@ from cenet.data.decoding import read_image
 from cenet.data.input_spec import input_spec_of
 from cenet.models import create_model
 from cenet.train import RECIPES, Recipe, find_recipe
+from cenet.train.build import build_loss, build_network, build_optimizer, build_schedule
 from cenet.train.recipes import family_and_row
-from cenet.train.setup import build_loss, build_network, build_optimizer, build_schedule
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from _training import ALONE, TINY, call, few_digits, trainer
 from cenet.distributed import Processes
 from cenet.models import create_model
 from cenet.run_folder import WEIGHTS
-from cenet.train import saving
-from cenet.train.diagnosis import NonFiniteLoss, first_non_finite
-from cenet.train.engine import Trainer
+from cenet.train import checkpoint
+from cenet.train.classifier import Trainer
+from cenet.train.job import Job, evaluate_run, train
+from cenet.train.nonfinite import NonFiniteLoss, first_non_finite
 from cenet.train.options import Options
-from cenet.train.run import Job, evaluate_run, train
 from cenet.train.weights import load_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -132,7 +132,7 @@ def test_a_loss_that_is_not_finite_is_diagnosed_and_the_last_good_checkpoint_kep
     engine._update = spoiled
     with pytest.raises(NonFiniteLoss, match=r"epoch 2, update 8: parameter features.7.weight"):
         engine.run()
-    tensors = saving.newest(tmp_path)[1]
+    tensors = checkpoint.newest(tmp_path)[1]
     assert all(value.isfinite().all() for value in tensors.values() if value.is_floating_point())
 
 

@@ -246,9 +246,9 @@ def evaluate(
     """
     from cenet.distributed import is_first_process
     from cenet.run_folder import WEIGHTS
-    from cenet.train.logbook import read_run
+    from cenet.train.job import evaluate_run
     from cenet.train.recipes import Recipe
-    from cenet.train.run import evaluate_run
+    from cenet.train.run_log import read_run
     from cenet.train.weights import read_weights
 
     try:

@@ -33,8 +33,8 @@ from cenet.diagnosing.network import find_network
 from cenet.report import write_page
 from cenet.run_folder import METRICS, read_metrics
 from cenet.train import RECIPES
+from cenet.train.job import Job, train
 from cenet.train.options import Options
-from cenet.train.run import Job, train
 
 ROWS = {"BN": "digits_plain", "BN+CE": "digits_ce"}
 RESCALED = "BN, rescaled"

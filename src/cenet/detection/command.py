@@ -9,7 +9,7 @@ from cenet.detection.engine import DetectionOptions
 from cenet.detection.recipes import RECIPES, find_recipe
 from cenet.detection.run import DetectionJob, evaluate_run, show_run, train
 from cenet.distributed import is_first_process
-from cenet.train.command import ended, parse_job
+from cenet.train.command import exit_with_reason, parse_job
 from cenet.train.times import LIBRARIES, Clock, process_age
 
 Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
@@ -49,7 +49,7 @@ def parse(arguments: list[str]) -> DetectionJob:
 def run_train(job: DetectionJob) -> None:
     """Train by a recipe: `cenet detect train RECIPE [--field value ...]`."""
     clock = Clock(LIBRARIES, process_age())
-    row = ended(lambda: train(job, clock), job.options.out)
+    row = exit_with_reason(lambda: train(job, clock), job.options.out)
     if row and is_first_process():
         found = ", ".join(
             f"{name.replace('_', ' ')} {value:.3f}" for name, value in row.items() if "_ap" in name

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-import cenet.train.snapshot as snapshot
 from cenet.data.input_spec import InputSpec
 from cenet.data.order import seed_of
 from cenet.detection.data import SceneSplit
@@ -18,6 +17,7 @@ from cenet.detection.loaders import training_batches
 from cenet.detection.networks import detector
 from cenet.detection.recipes import DetectionRecipe
 from cenet.distributed import Processes
+from cenet.train.checkpoint import seed_everything
 from cenet.train.loop import Batch, Loop
 from cenet.train.options import RunOptions
 
@@ -84,7 +84,7 @@ class DetectionTrainer(Loop):
         """Build everything, on the device of this process."""
         self.data = data
         self.parts = (*LOSSES, MASK_LOSS) if recipe.detector == "mask_rcnn" else LOSSES
-        snapshot.seed_everything(seed_of("weights", recipe.seed))
+        seed_everything(seed_of("weights", recipe.seed))
         inputs = data.inputs()
         layout = torch.channels_last if options.channels_last else torch.contiguous_format
         network = build_detector(recipe, inputs, checkpoint).to(processes.device)
@@ -93,7 +93,7 @@ class DetectionTrainer(Loop):
             images=len(data.train.images), data=f"{data.train.digest()} {data.test.digest()}",
             sums=len(self.parts) + 2,
         )  # fmt: skip
-        snapshot.seed_everything(seed_of("chance", recipe.seed, processes.rank))
+        seed_everything(seed_of("chance", recipe.seed, processes.rank))
 
     @override
     def batches(self, epoch: int, step: int) -> Iterator[Batch]:

@@ -7,14 +7,22 @@ from typing_extensions import override
 
 from cenet.detection.networks import Detector
 from cenet.detection.settings import Setting
-from cenet.train.course import INFINITY, RANGES, Course, Precision, Ranges, Schedule, nearest
+from cenet.train.training_recipe import (
+    INFINITY,
+    RANGES,
+    Precision,
+    Ranges,
+    Schedule,
+    TrainingRecipe,
+    nearest,
+)
 
 Backbone = Literal["resnet18", "resnet50", "resnet101", "ceresnet18", "ceresnet50", "ceresnet101"]
 Dataset = Literal["coco", "shapes"]
 
 
 @dataclass(frozen=True)
-class DetectionRecipe(Course):
+class DetectionRecipe(TrainingRecipe):
     """A training run of a detector.
 
     Attributes:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 import cenet.distributed as distributed
-import cenet.train.saving as saving
+import cenet.train.checkpoint as checkpoint
 from cenet.checkpoints import load_state_
 from cenet.detection.data import SHOWN, Scenes, SceneSplit, load
 from cenet.detection.engine import DetectionOptions, DetectionTrainer, build_detector
@@ -20,9 +20,9 @@ from cenet.detection.recipes import DetectionRecipe
 from cenet.detection.settings import STAGES
 from cenet.report.render import save_page
 from cenet.run_folder import replace_file
-from cenet.train.logbook import read_run
+from cenet.train.job import Device, run_loop
 from cenet.train.loop import Loop
-from cenet.train.run import Device, carry_out
+from cenet.train.run_log import read_run
 from cenet.train.times import DATA, LIBRARIES, NETWORK, Clock
 from cenet.train.weights import read_weights
 
@@ -52,7 +52,7 @@ class DetectionJob:
 
 
 def train(job: DetectionJob, clock: Clock | None = None) -> dict[str, Any]:
-    """Run a job, alone or as one of torchrun's distributed, and return the last row of metrics.
+    """Run a job, alone or as one of torchrun's processes, and return the last row of metrics.
 
     Args:
         job: what to run.
@@ -63,7 +63,7 @@ def train(job: DetectionJob, clock: Clock | None = None) -> dict[str, Any]:
         Interrupted, NonFiniteLoss: see `Loop.run`.
     """
     clock = clock or Clock(LIBRARIES)
-    untrained = job.checkpoint is None and not saving.checkpoints(job.options.out)
+    untrained = job.checkpoint is None and not checkpoint.checkpoints(job.options.out)
     setting, layers = job.recipe.setting, job.recipe.trainable_layers
     if untrained and (setting != "scratch" or layers < len(STAGES)):
         raise ValueError(
@@ -82,7 +82,7 @@ def train(job: DetectionJob, clock: Clock | None = None) -> dict[str, Any]:
             write_left_out(job.options.out / LEFT_OUT, parts)
         return DetectionTrainer(job.recipe, data, job.options, own, job.checkpoint)
 
-    return carry_out(build, job.options, job.device, clock)
+    return run_loop(build, job.options, job.device, clock)
 
 
 def write_left_out(path: Path, parts: dict[str, Scenes]) -> None:

@@ -15,8 +15,8 @@ from cenet.data.views import is_for_files, shown_in_test
 from cenet.export import load_network, load_weights_
 from cenet.models import NETWORKS
 from cenet.models.lookup import create_named
-from cenet.train.logbook import read_run
 from cenet.train.recipes import Recipe
+from cenet.train.run_log import read_run
 from cenet.train.weights import load_run, read_weights
 
 TORCHVISION_SIZE = 224

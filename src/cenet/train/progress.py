@@ -1,4 +1,4 @@
-"""How a run goes, for whoever watches: a bar and a line per epoch, in a log a line now and then."""
+"""Progress of a run: a bar on a terminal; in a log file, a line per epoch and one per minute."""
 
 import sys
 import time
@@ -8,28 +8,28 @@ from datetime import timedelta
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-SILENCE = 60.0  # seconds without a line in a log, at most
+SILENCE = 60.0  # longest time without a line in a log, in seconds
 
 
-class Narrator:
-    """Tells nothing outside of its context, nor where it is not `shown`.
+class TrainingProgress:
+    """Shows the progress of a run inside its context.
 
     Args:
-        shown: whether this process talks.
-        epochs: of the run.
-        steps: of an epoch.
+        shown: False prints nothing; only the first process prints.
+        epochs: number of epochs of the run.
+        steps: number of steps of an epoch.
     """
 
     def __init__(self, *, shown: bool, epochs: int, steps: int) -> None:
-        """Nothing is told yet."""
+        """Print nothing yet."""
         self.shown, self.epochs, self.steps = shown, epochs, steps
         self._active = False
         self._begun: tuple[float, int] | None = None  # time, steps done
-        self._last = 0.0  # when something was said
+        self._last = 0.0  # time of the last line
         self._stack = ExitStack()
 
-    def __enter__(self) -> "Narrator":
-        """Begin."""
+    def __enter__(self) -> "TrainingProgress":
+        """Start the bar."""
         self._active, self._begun, self._last = self.shown, None, time.monotonic()
         columns = (
             TextColumn("epoch {task.fields[epoch]}"),
@@ -46,12 +46,12 @@ class Narrator:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End."""
+        """Stop the bar."""
         self._active = False
         self._stack.close()
 
     def step(self, epoch: int, step: int, note: str) -> None:
-        """So many steps of an epoch (from 0) are done, and what there is to note."""
+        """Show that `step` steps of an epoch (counted from 0) are done, with a note."""
         if not self._active:
             return
         now, done = time.monotonic(), epoch * self.steps + step
@@ -67,12 +67,12 @@ class Narrator:
             )
 
     def note(self, note: str) -> None:
-        """What goes on beside the steps."""
+        """Show a note beside the bar."""
         if self._active:
             self._bar.update(self._task, note=note)
 
     def say(self, line: str) -> None:
-        """A line of its own, above the bar if there is one."""
+        """Print a line, above the bar if there is one."""
         if not self._active:
             return
         self._last = time.monotonic()

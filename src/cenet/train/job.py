@@ -1,4 +1,4 @@
-"""A recipe from beginning to end, and what can go wrong on the way, in one line each."""
+"""Run a recipe in a folder, or evaluate a finished run."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 import cenet.distributed as distributed
-import cenet.train.saving as saving
+import cenet.train.checkpoint as checkpoint
 from cenet.data.datasets import load, load_test
 from cenet.data.order import Shard
 from cenet.run_folder import locked
-from cenet.train.logbook import read_run
 from cenet.train.options import Options, RunOptions
 from cenet.train.recipes import Recipe
+from cenet.train.run_log import read_run
 from cenet.train.times import DATA, LIBRARIES, NETWORK, Clock
 
 if TYPE_CHECKING:
@@ -29,17 +29,17 @@ SMALL = 32  # pixels
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe, and where it runs.
+    """A recipe with the folders and the device of a run.
 
     Attributes:
-        recipe: what moves a number.
-        options: what does not.
+        recipe: the settings that change numbers.
+        options: the settings that do not.
         data: folder of the images: train/CLASS/* and test/CLASS/* (or val), train-*.tar and
             test-*.tar of WebDataset, train-*.parquet and test-*.parquet of the Hugging Face hub,
-            or CIFAR-10 as torchvision stores it. Digits need none.
-        weights: to begin with instead of random ones: the folder of a finished run, or a
-            .safetensors or .pth file. CE may be missing in it, and its classes may be others. A run
-            that is resumed goes on from its own checkpoint.
+            or CIFAR-10 as torchvision stores it. The digits are built in.
+        weights: weights to start from instead of random ones: the folder of a finished run, or a
+            .safetensors or .pth file. It may be without CE, and of other classes. A run that is
+            resumed continues from its own checkpoint.
         device: cpu, cuda, or auto for cuda where there is one.
     """
 
@@ -51,14 +51,14 @@ class Job:
 
 
 def train(job: Job, clock: Clock | None = None) -> dict[str, Any]:
-    """Run a job, alone or as one of torchrun's distributed, and return the last row of metrics.
+    """Run a job, alone or as one of torchrun's processes, and return the last row of metrics.
 
     Args:
-        job: what to run.
-        clock: tells where the time goes; one that began earlier counts what came before, too.
+        job: the recipe and where it runs.
+        clock: measures the wall time; pass one to include the time before this call.
 
     Raises:
-        ValueError: the data, the checkpoint or the device are not what the job needs.
+        ValueError: data, checkpoint or device cannot be used for the job.
         Interrupted, NonFiniteLoss: see `Loop.run`.
     """
 
@@ -68,12 +68,12 @@ def train(job: Job, clock: Clock | None = None) -> dict[str, Any]:
         # libraries take seconds to import, in which the images can be read
         with ThreadPoolExecutor(1) as beside:
             reading = beside.submit(load, job.recipe, job.data)
-            from cenet.train.engine import Trainer
+            from cenet.train.classifier import Trainer
 
             clock.enter(DATA)
             data = reading.result()
         clock.enter(NETWORK)
-        goes_on = job.options.resume == "auto" and saving.checkpoints(job.options.out)
+        goes_on = job.options.resume == "auto" and checkpoint.checkpoints(job.options.out)
         trainer = Trainer(job.recipe, data, job.options, own, None if goes_on else job.weights)
         if trainer.initial is not None and own.is_first:
             print(trainer.initial)
@@ -81,16 +81,23 @@ def train(job: Job, clock: Clock | None = None) -> dict[str, Any]:
 
     if job.options.threads is None and job.recipe.image_size < SMALL:
         torch.set_num_threads(1)
-    return carry_out(build, job.options, job.device, clock)
+    return run_loop(build, job.options, job.device, clock)
 
 
-def carry_out(
+def run_loop(
     build: Callable[[distributed.Processes], "Loop"],
     options: RunOptions,
     device: Device,
     clock: Clock,
 ) -> dict[str, Any]:
-    """Build a loop for this process among its fellows, resume it if asked to, and run it."""
+    """Join the processes, lock the folder, build a loop, resume it if asked to, and run it.
+
+    Args:
+        build: builds the loop in this process.
+        options: options of the run.
+        device: cpu, cuda, or auto for cuda where there is one.
+        clock: measures the wall time.
+    """
     own = distributed.start(device)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -114,10 +121,10 @@ def carry_out(
 
 @contextmanager
 def _folder(options: RunOptions, own: distributed.Processes) -> Iterator[None]:
-    """The folder of the run, for this run alone; ValueError in all distributed if it is not."""
+    """Lock the folder of the run; ValueError in all processes if it cannot be used."""
     problem = None
     with ExitStack() as claim:
-        if own.is_first:  # which writes
+        if own.is_first:  # the process that writes
             try:
                 _check_folder(options)
                 claim.enter_context(locked(options.out))
@@ -133,7 +140,7 @@ def _check_folder(options: RunOptions) -> None:
     out = options.out
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file; it must be a folder")
-    if options.resume == "never" and saving.checkpoints(out):
+    if options.resume == "never" and checkpoint.checkpoints(out):
         raise ValueError(
             f"{out} holds a run already; go on with it by --resume auto, or choose another --out"
         )
@@ -147,17 +154,17 @@ def evaluate_run(
     recalibrate: int = 0,
     save: Path | None = None,
 ) -> dict[str, float]:
-    """Test loss and accuracy of a run: of its final weights, or of its newest checkpoint.
+    """Test loss and accuracy of the final weights of a run, or of its newest checkpoint.
 
-    They are of the test images, also if the run held out training images to test itself on. Those
-    are not among the training images of `recalibrate` either.
+    The test images are used even if the run was tested on held-out training images. Held-out images
+    are not used for `recalibrate` either.
 
     Args:
         run: folder of the run.
-        data: as in `Job`; training images are needed for `recalibrate` alone.
+        data: as in `Job`; training images are needed for `recalibrate` only.
         device: as in `Job`.
-        recalibrate: estimate the running statistics of batch norm and CE from so many training
-            batches first, which averaged weights want.
+        recalibrate: number of training batches from which to estimate the running statistics of
+            batch norm and CE first. Averaged weights need it.
         save: file for the recalibrated weights.
     """
     if save is not None and recalibrate == 0:

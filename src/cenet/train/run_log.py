@@ -1,4 +1,4 @@
-"""The folder of a run: what it is (run.json) and how it went (metrics)."""
+"""Write what a run is (run.json) and how it went (metrics, channels), and read its recipe back."""
 
 import csv
 import io
@@ -18,17 +18,17 @@ from cenet.run_folder import (
     read_metrics,
     replace_file,
 )
-from cenet.train.course import C, Course
+from cenet.train.training_recipe import R, TrainingRecipe
 
-# what differs between two runs of the same recipe
+# columns that differ between two runs of the same recipe
 TIMES = ("seconds", "images_per_second")
 
 
-class Logbook:
+class RunLog:
     """Rows of metrics, one per epoch, in JSON lines, CSV and (if installed) TensorBoard."""
 
     def __init__(self, folder: Path) -> None:
-        """Read what is there."""
+        """Read the rows of an earlier start of the run."""
         self.folder = folder
         self.rows: list[dict[str, Any]] = []
         self._about: dict[str, Any] = {}
@@ -39,15 +39,21 @@ class Logbook:
 
     def begin(
         self,
-        recipe: Course,
+        recipe: TrainingRecipe,
         inputs: InputSpec,
-        facts: dict[str, Any],
+        environment: dict[str, Any],
         *,
         after: int,
         updates: int,
         tested_on: str,
     ) -> None:
-        """Say what runs; forget what came after so many epochs and updates: it will come again."""
+        """Write run.json, and remove rows that the run will write again.
+
+        Args:
+            recipe, inputs, environment, tested_on: as their names say, for run.json.
+            after: number of finished epochs; rows of later epochs are removed.
+            updates: number of finished updates; later rows of channels.csv are removed.
+        """
         self.rows = [row for row in self.rows if row["epoch"] <= after]
         self._forget_channels(updates)
         path = self.folder / ABOUT
@@ -56,13 +62,13 @@ class Logbook:
             "recipe": recipe.as_dict(),
             "tested_on": tested_on,
             "inputs": inputs.as_dict(),
-            "environment": facts,
+            "environment": environment,
         }
-        if updates:  # the beginning stays on record
+        if updates:  # keep what the first start of the run wrote
             with suppress(OSError, ValueError, KeyError, TypeError):
                 before = json.loads(path.read_text())
                 about["environment"] = before["environment"]
-                about["resumed"] = [*before.get("resumed", []), facts]
+                about["resumed"] = [*before.get("resumed", []), environment]
                 about["times"] = list(before.get("times", []))
         self._about = about
         self._write_about()
@@ -84,7 +90,7 @@ class Logbook:
             self._tensorboard.flush()
 
     def add_channels(self, updates: int, values: Values) -> None:
-        """Add what the monitor saw after so many updates."""
+        """Add the measurements of the monitor after this many updates."""
         path = self.folder / CHANNELS
         is_new = not path.exists()
         with path.open("a", newline="") as file:
@@ -99,7 +105,7 @@ class Logbook:
             return
         with path.open(newline="") as file:
             kept = [row for row in csv.DictReader(file) if int(row["step"]) < updates]
-        # an earlier version may have written other columns
+        # earlier versions wrote other columns
         text = io.StringIO()
         writer = csv.DictWriter(text, FIELDS, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
@@ -107,12 +113,12 @@ class Logbook:
         replace_file(path, text.getvalue().encode())
 
     def add_times(self, times: dict[str, Any]) -> None:
-        """Say where the time of this start went."""
+        """Add the wall time of this start of the run to run.json."""
         self._about["times"] = [*self._about.get("times", []), times]
         self._write_about()
 
     def end(self) -> None:
-        """Close files."""
+        """Close the files of TensorBoard."""
         if self._tensorboard is not None:
             self._tensorboard.close()
 
@@ -130,8 +136,8 @@ class Logbook:
         replace_file(self.folder / METRICS_CSV, table.getvalue().encode())
 
 
-def read_run(folder: Path, kind: type[C]) -> tuple[C, InputSpec]:
-    """The recipe of a run, and what its network takes; ValueError if it is none of this kind."""
+def read_run(folder: Path, kind: type[R]) -> tuple[R, InputSpec]:
+    """Recipe and input spec of a run; ValueError if `folder` is no run of this kind of recipe."""
     path = folder / ABOUT
     if not path.is_file():
         raise ValueError(f"{folder} is not a folder of `{kind.command}`: it has no {path.name}")

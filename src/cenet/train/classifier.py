@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,31 +11,38 @@ from timm.utils.model_ema import ModelEmaV3
 from torch import Tensor, nn
 from typing_extensions import override
 
-import cenet.train.snapshot as snapshot
+from cenet import ops
 from cenet.analysis.monitor import Monitor
 from cenet.data.datasets import Encoded, Split, digest
 from cenet.data.input_spec import InputSpec, input_spec_of
 from cenet.data.loaders import training_loader
 from cenet.data.order import seed_of
 from cenet.distributed import Processes
-from cenet.train.evaluation import Tester
-from cenet.train.graphs import EAGER_CALLS, EAGER_CALLS_DISTRIBUTED, Graphed, problem
-from cenet.train.initial import Initial, load_initial_
-from cenet.train.loop import Batch, Loop
-from cenet.train.options import Options
-from cenet.train.preparation import prepare_kernels, rehearsals
-from cenet.train.recipes import Recipe
-from cenet.train.setup import (
+from cenet.nn import ce_layers
+from cenet.train.build import (
+    autocast,
     build_loss,
     build_mixup,
     build_network,
     check_size,
     synchronized,
 )
+from cenet.train.checkpoint import seed_everything
+from cenet.train.cuda_graphs import (
+    EAGER_CALLS,
+    EAGER_CALLS_DISTRIBUTED,
+    GraphedFunction,
+    capture_problem,
+)
+from cenet.train.evaluation import Tester
+from cenet.train.loop import Batch, Loop
+from cenet.train.options import Options
+from cenet.train.recipes import Recipe
+from cenet.train.weights import InitialWeights, load_initial_weights_
 
 
 class Trainer(Loop):
-    """A recipe at work."""
+    """Trains and tests a classifier by a recipe."""
 
     recipe: Recipe
     options: Options
@@ -51,13 +59,13 @@ class Trainer(Loop):
 
         Args:
             recipe: what to train and how.
-            data: images.
-            options: where and how it runs.
-            processes: this one among its fellows.
-            weights: to begin with; see `load_initial_`.
+            data: training and test images.
+            options: how the recipe runs.
+            processes: rank, number and device of the processes.
+            weights: file of weights to start from; see `load_initial_weights_`.
         """
         device = processes.device
-        if options.cuda_graphs and (found := problem(recipe, device, processes.world)):
+        if options.cuda_graphs and (found := capture_problem(recipe, device, processes.world)):
             raise ValueError(found)
         with ThreadPoolExecutor(1) as beside:
             digested = beside.submit(digest, data)
@@ -81,7 +89,7 @@ class Trainer(Loop):
             channels_last=options.channels_last, workers=options.workers,
             steps=self.updates_per_epoch * recipe.accumulate, decode=options.decode,
         )  # fmt: skip
-        snapshot.seed_everything(seed_of("chance", recipe.seed, processes.rank))
+        seed_everything(seed_of("chance", recipe.seed, processes.rank))
         self._forward: Callable[[Tensor], Tensor] = self.wrapped
         if options.compile:
             self._forward = torch.compile(self.wrapped)
@@ -95,36 +103,36 @@ class Trainer(Loop):
         self._add_gradients: Callable[..., None] = self._gradients
         self._apply_gradients: Callable[[], None] = super().apply_gradients
         if options.cuda_graphs:
-            # a graph adds to gradients that stay where they are
+            # a graph needs gradients that keep their addresses
             self.clears = False
             alone = self.wrapped is self.network
             calls = EAGER_CALLS if alone else EAGER_CALLS_DISTRIBUTED
-            self._add_gradients = Graphed(self._gradients, calls)
-            self._apply_gradients = Graphed(super().apply_gradients, calls)
-            # a graph reads them anew each time
+            self._add_gradients = GraphedFunction(self._gradients, calls)
+            self._apply_gradients = GraphedFunction(super().apply_gradients, calls)
+            # a graph reads learning rates from these tensors
             self._rates = [torch.zeros((), device=device) for _ in self.optimizer.param_groups]
 
+    @override
     def prepare(self) -> None:
-        """See `Loop`: the kernels of CE."""
         steps = rehearsals(
             self.recipe, self.inputs, self.processes.device,
             channels_last=self.options.channels_last, tested=self._tester.counts(),
         )  # fmt: skip
         prepare_kernels(self.network, steps, self.processes)
 
+    @override
     def watch(self) -> None:
-        """See `Loop`: channels, now and then."""
         every = self.options.monitor_every * self.recipe.accumulate
         if every:
             watched: Any = self._forward
             monitor = Monitor(
                 watched, every=every,
-                to=lambda _, values: self.logbook.add_channels(self.position.updates, values),
+                to=lambda _, values: self.run_log.add_channels(self.position.updates, values),
             )  # fmt: skip
             monitor.step = self.position.updates * self.recipe.accumulate
 
     @override
-    def facts(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         initial = None if self.initial is None else self.initial._asdict()
         return {"decoding": self.loader.decoding, "initial": initial}
 
@@ -193,13 +201,55 @@ class Trainer(Loop):
 
 def _network(
     recipe: Recipe, inputs: InputSpec, device: torch.device, weights: Path | None
-) -> tuple[nn.Module, Initial | None]:
-    """The network at the beginning of a run, and what it begins with if not at random."""
-    snapshot.seed_everything(seed_of("weights", recipe.seed))
+) -> tuple[nn.Module, InitialWeights | None]:
+    """The network at the start of a run, and the weights it started from unless they are random."""
+    seed_everything(seed_of("weights", recipe.seed))
     network = build_network(recipe, inputs)
     check_size(network, recipe, inputs)
     initial = None
     if weights is not None:
-        initial = load_initial_(network, weights, len(inputs.classes))
+        initial = load_initial_weights_(network, weights, len(inputs.classes))
     network = network.to(device)
     return synchronized(network, device) if recipe.sync_ce else network, initial
+
+
+Step = Callable[[nn.Module], None]
+
+
+def prepare_kernels(network: nn.Module, steps: Iterator[Step], processes: Processes) -> None:
+    """Compile the kernels that these steps launch, if the network runs on kernels at all."""
+    if processes.device.type == "cuda" and ops.HAS_TRITON and dict(ce_layers(network)):
+        from cenet.kernels.preparation import prepare  # imports triton
+
+        prepare(network, *steps, shown=processes.is_first)
+
+
+def rehearsals(
+    recipe: Recipe,
+    inputs: InputSpec,
+    device: torch.device,
+    *,
+    channels_last: bool,
+    tested: set[int],
+) -> Iterator[Step]:
+    """A training step, and a test step for each batch size in `tested`, on images of zeros."""
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+
+    def logits(network: nn.Module, count: int) -> Tensor:
+        shape = (count, inputs.channels, recipe.image_size, recipe.image_size)
+        images = torch.empty(shape, device=device, memory_format=layout).zero_()
+        with autocast(recipe, device):
+            found: Tensor = network(images)
+        return found
+
+    def train(network: nn.Module) -> None:
+        loss: Any = logits(network.train(), recipe.batch_size).float().square().mean()
+        loss.backward()
+
+    def test(network: nn.Module, count: int) -> None:
+        with torch.no_grad():
+            logits(network.eval(), count)
+
+    yield train
+    for count in tested:
+        yield partial(test, count=count)

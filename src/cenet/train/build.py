@@ -1,4 +1,4 @@
-"""From a recipe to network, optimizer, schedule and loss: timm's, with the paper's weight decay."""
+"""Build network, optimizer, schedule and loss of a recipe with timm."""
 
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
@@ -20,16 +20,16 @@ from cenet.data.input_spec import InputSpec
 from cenet.models import create_model
 from cenet.nn import ce_layers, convert_sync_ce
 from cenet.ops import backend
-from cenet.train.course import Course
 from cenet.train.recipes import RD_RATIO, Recipe
+from cenet.train.training_recipe import TrainingRecipe
 
 PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-# λ and α are never decayed
+# λ and α, which the paper does not decay
 UNDECAYED = ("mix_logit", "blend")
 
 
 def build_network(recipe: Recipe, inputs: InputSpec) -> nn.Module:
-    """The network of a recipe, for these images and classes."""
+    """The network of a recipe, for images and classes of this input spec."""
     return create_model(
         recipe.network,
         None if recipe.block == "plain" else recipe.block,
@@ -47,9 +47,9 @@ def build_network(recipe: Recipe, inputs: InputSpec) -> nn.Module:
 def check_size(network: nn.Module, recipe: Recipe, inputs: InputSpec) -> None:
     """Raise ValueError if the network cannot train on images of the recipe's size."""
     size = recipe.image_size
-    shadow = deepcopy(network).to("meta").train()  # shapes alone
+    shadow = deepcopy(network).to("meta").train()  # computes shapes only
     try:
-        with backend("torch"):  # kernels compute no shapes
+        with backend("torch"):  # the kernels do not run on meta tensors
             shadow(torch.empty(2, inputs.channels, size, size, device="meta"))
     except (ValueError, RuntimeError) as error:
         raise ValueError(
@@ -58,9 +58,9 @@ def check_size(network: nn.Module, recipe: Recipe, inputs: InputSpec) -> None:
 
 
 def synchronized(network: nn.Module, device: torch.device) -> nn.Module:
-    """The network with norms and CE that take their statistics over all processes.
+    """The network with statistics of norms and CE over all processes.
 
-    On a CPU, where torch has no synchronized batch norm, only norms that CE follows do.
+    On a CPU, torch has no synchronized batch norm: only norms followed by CE are synchronized.
     """
     convert: Any = convert_sync_batchnorm
     if device.type == "cuda":
@@ -68,8 +68,10 @@ def synchronized(network: nn.Module, device: torch.device) -> nn.Module:
     return convert_sync_ce(network) if dict(ce_layers(network)) else network
 
 
-def build_optimizer(recipe: Course, model: nn.Module, *, images_per_update: int) -> Optimizer:
-    """SGD on what is not fixed; its learning rate is that of the recipe for so many images."""
+def build_optimizer(
+    recipe: TrainingRecipe, model: nn.Module, *, images_per_update: int
+) -> Optimizer:
+    """SGD on all parameters that require a gradient, with the learning rate for this batch size."""
     decayed: list[nn.Parameter] = []
     spared: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
@@ -86,13 +88,15 @@ def build_optimizer(recipe: Course, model: nn.Module, *, images_per_update: int)
         lr=recipe.lr * images_per_update / recipe.lr_batch,
         weight_decay=recipe.weight_decay,
         momentum=recipe.momentum,
-        # one kernel, and one that a CUDA graph can hold
+        # a single kernel, which a CUDA graph can contain
         fused=(decayed or spared)[0].is_cuda,
     )
     return optimizer
 
 
-def build_schedule(recipe: Course, optimizer: Optimizer, *, updates_per_epoch: int) -> Scheduler:
+def build_schedule(
+    recipe: TrainingRecipe, optimizer: Optimizer, *, updates_per_epoch: int
+) -> Scheduler:
     """The learning rate as a function of the number of updates."""
     total = recipe.epochs * updates_per_epoch
     warmup = round(recipe.warmup_epochs * updates_per_epoch)
@@ -100,7 +104,7 @@ def build_schedule(recipe: Course, optimizer: Optimizer, *, updates_per_epoch: i
         "warmup_t": warmup, "warmup_lr_init": 0.0, "t_in_epochs": False, "warmup_prefix": False,
     }  # fmt: skip
     if recipe.schedule == "step":
-        # timm looks one ahead
+        # timm's scheduler is one update ahead
         steps = [epoch * updates_per_epoch + 1 for epoch in recipe.milestones]
         return MultiStepLRScheduler(optimizer, steps, recipe.gamma, **shared)
     if recipe.schedule == "cosine":
@@ -109,7 +113,7 @@ def build_schedule(recipe: Course, optimizer: Optimizer, *, updates_per_epoch: i
 
 
 def build_loss(recipe: Recipe) -> nn.Module:
-    """Cross-entropy, smoothed, or of soft targets."""
+    """Cross-entropy, with label smoothing or for the soft targets of mixup."""
     losses: Any = timm.loss
     loss: nn.Module = nn.CrossEntropyLoss()
     if recipe.mixup > 0:
@@ -120,14 +124,14 @@ def build_loss(recipe: Recipe) -> nn.Module:
 
 
 def build_mixup(recipe: Recipe, classes: int) -> Any:
-    """Timm's mixup, or None."""
+    """Timm's mixup, or None if the recipe has none."""
     if recipe.mixup == 0:
         return None
     make: Any = Mixup
     return make(recipe.mixup, label_smoothing=recipe.label_smoothing, num_classes=classes)
 
 
-def autocast(recipe: Course, device: torch.device) -> AbstractContextManager[Any]:
-    """The precision of a recipe."""
+def autocast(recipe: TrainingRecipe, device: torch.device) -> AbstractContextManager[Any]:
+    """The autocast context of a recipe."""
     dtype = PRECISIONS.get(recipe.precision)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)

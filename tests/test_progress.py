@@ -5,12 +5,12 @@ import subprocess
 import sys
 import time
 
-import cenet.train.narrator as narrator
-from cenet.train.narrator import Narrator
+import cenet.train.progress as progress
+from cenet.train.progress import TrainingProgress
 
 SCRIPT = """
-from cenet.train.narrator import Narrator
-with Narrator(shown=True, epochs=2, steps=3) as told:
+from cenet.train.progress import TrainingProgress
+with TrainingProgress(shown=True, epochs=2, steps=3) as told:
     told.step(0, 1, "loss 0.5000")
     told.note("testing")
     told.say("epoch 1 of 2: loss 0.4000, [box] AP 0.123")
@@ -36,7 +36,7 @@ def test_a_terminal_has_a_bar_and_lines_above_it():
 def test_a_log_is_never_silent_for_long(monkeypatch, capsys):
     clock = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    with Narrator(shown=True, epochs=2, steps=100) as told:
+    with TrainingProgress(shown=True, epochs=2, steps=100) as told:
         for step in range(1, 101):
             clock[0] += 4
             told.step(0, step, f"loss {step}")
@@ -47,12 +47,12 @@ def test_a_log_is_never_silent_for_long(monkeypatch, capsys):
     assert len(lines) == 100 * 4 // 64 + 1
     assert lines[0] == "epoch 1 of 2, step 16 of 100: loss 16, 0:12:16 left"
     assert lines[-1] == "epoch 1 of 2: done"
-    assert narrator.SILENCE < 64
+    assert progress.SILENCE < 64
 
 
 def test_other_processes_and_loops_of_ones_own_say_nothing(capsys):
-    with Narrator(shown=False, epochs=1, steps=1) as told:
+    with TrainingProgress(shown=False, epochs=1, steps=1) as told:
         told.say("nothing")
         told.step(0, 1, "nothing")
-    Narrator(shown=True, epochs=1, steps=1).say("nothing")
+    TrainingProgress(shown=True, epochs=1, steps=1).say("nothing")
     assert capsys.readouterr() == ("", "")

@@ -1,7 +1,7 @@
-"""How any network is trained: what all recipes have in common.
+"""Optimizer, schedule and precision settings shared by all recipes.
 
-A recipe says everything that moves a number. Where and on what it runs (folders, device, workers)
-is not in it.
+A recipe holds every setting that changes a number. Folders, device and worker processes are not
+part of it: those are `RunOptions`.
 """
 
 from dataclasses import MISSING, asdict, dataclass, fields
@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
 Schedule = Literal["step", "cosine", "poly"]
 Precision = Literal["float32", "bfloat16", "float16"]
 Ranges = tuple[tuple[str, float, float], ...]
-C = TypeVar("C", bound="Course")
+R = TypeVar("R", bound="TrainingRecipe")
 INFINITY = float("inf")
 RANGES: Ranges = (
     ("epochs batch_size accumulate lr_batch", 1, INFINITY),
@@ -24,30 +24,31 @@ RANGES: Ranges = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Course:
-    """The way of the weights through a training run.
+class TrainingRecipe:
+    """Optimizer, schedule and precision settings shared by all recipes.
 
     Attributes:
         epochs: passes over the training images.
         batch_size: images per process and step.
-        accumulate: steps whose gradients are added before an update.
-        lr: learning rate for `lr_batch` images per update; it grows with their number.
-        lr_batch: images per update that `lr` is for.
-        momentum: of SGD.
-        weight_decay: on every parameter but λ and α, norms included (decayed γ are what makes
-            channels inhibited).
-        decay_norms: False leaves norms and biases out of weight decay.
+        accumulate: batches whose gradients are added up before an update.
+        lr: learning rate for updates of `lr_batch` images; it is scaled in proportion to the
+            number of images per update.
+        lr_batch: number of images per update that `lr` is given for.
+        momentum: momentum of SGD.
+        weight_decay: applied to every parameter except λ and α. Norms are included, because decayed
+            γ are what inhibits channels.
+        decay_norms: False excludes norms and biases from weight decay.
         schedule: step, cosine or poly.
         milestones: epochs after which the step schedule multiplies by `gamma`.
-        gamma: of the step schedule.
-        power: of the poly schedule.
-        warmup_epochs: of linear warm-up from 0.
+        gamma: factor of the step schedule.
+        power: exponent of the poly schedule.
+        warmup_epochs: epochs in which the learning rate grows linearly from 0.
         clip_grad: largest norm of the gradient, 0 for no limit.
-        precision: of autocast.
-        seed: of everything that is left to chance.
+        precision: precision of autocast.
+        seed: seed of everything random.
     """
 
-    # that writes folders of such a recipe
+    # the command that runs recipes of this class
     command: ClassVar[str] = "cenet train"
 
     epochs: int = 100
@@ -68,13 +69,13 @@ class Course:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot be trained with, all in one ValueError."""
+        """Raise one ValueError that lists all invalid values."""
         problems = [*self._wrong_choices(), *self._wrong_numbers()]
         if problems:
             raise ValueError("; ".join(problems))
 
     def choices(self) -> dict[str, tuple[str, ...]]:
-        """The valid values of the fields that have a few."""
+        """The valid values of fields that are one of a few names."""
         return {
             field.name: get_args(field.type)
             for field in fields(self)
@@ -82,7 +83,7 @@ class Course:
         }
 
     def ranges(self) -> Ranges:
-        """Names of numbers, and the least and the largest that they may be."""
+        """Names of numeric fields with their smallest and largest valid values."""
         return RANGES
 
     def _wrong_choices(self) -> list[str]:
@@ -98,7 +99,7 @@ class Course:
         for names, least, most in self.ranges():
             for name in names.split():
                 value = getattr(self, name)
-                if not (least <= value <= most and value < INFINITY):  # a NaN is not, either
+                if not (least <= value <= most and value < INFINITY):  # also refuses NaN
                     limits = f"at least {least}" if most == INFINITY else f"{least} to {most}"
                     problems.append(f"{name}={value!r} must be {limits}")
         if list(self.milestones) != sorted(set(self.milestones)) or min(self.milestones or [1]) < 1:
@@ -106,7 +107,7 @@ class Course:
         return problems
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields, in types that JSON has."""
+        """The fields, in types of JSON."""
         values = asdict(self)
         return {
             name: list(value) if isinstance(value, tuple) else value
@@ -115,7 +116,7 @@ class Course:
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
-        """The defaults of the fields that have one, as in `as_dict`."""
+        """The defaults of the fields that have one, in types of JSON."""
         return {
             field.name: list(field.default) if isinstance(field.default, tuple) else field.default
             for field in fields(cls)
@@ -123,8 +124,8 @@ class Course:
         }
 
     @classmethod
-    def from_dict(cls: type[C], values: dict[str, Any]) -> C:
-        """The recipe that `as_dict` came from; ValueError for another version's."""
+    def from_dict(cls: type[R], values: dict[str, Any]) -> R:
+        """The recipe that `as_dict` wrote; ValueError if another version of cenet wrote it."""
         known = {field.name: isinstance(field.default, tuple) for field in fields(cls)}
         wrong = sorted(set(values) - set(known))
         wrong += [
@@ -141,6 +142,6 @@ class Course:
 
 
 def nearest(name: object, valid: Any) -> str:
-    """A question after those of the valid names that look like `name`, or nothing."""
+    """' (did you mean …?)' with the valid names closest to `name`; empty if none is close."""
     close = get_close_matches(str(name), list(valid), n=3, cutoff=0.5)
     return f" (did you mean {' or '.join(close)}?)" if close else ""

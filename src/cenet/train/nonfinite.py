@@ -1,4 +1,4 @@
-"""Where a loss that is not finite comes from."""
+"""Find the layer in which a loss that is not finite has its origin."""
 
 import torch
 from torch import Tensor, nn
@@ -6,14 +6,14 @@ from torch.utils._pytree import tree_leaves
 
 
 class NonFiniteLoss(ArithmeticError):
-    """The loss is not finite; the message says which layer was the first."""
+    """The loss is not finite; the message names the first layer with such an output."""
 
 
 @torch.no_grad()
 def first_non_finite(model: nn.Module, *inputs: object) -> str:
-    """What is not finite first: a parameter, the images, the output of a layer, or the loss alone.
+    """Name the first value that is not finite: a parameter, the images, or the output of a layer.
 
-    The network runs once more, in its present mode; its running statistics come back.
+    The network runs once more in its present mode; its running statistics are restored afterwards.
     """
     for name, parameter in model.named_parameters():
         if not bool(parameter.isfinite().all()):
