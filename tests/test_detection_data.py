@@ -14,9 +14,9 @@ from PIL import Image
 from _detection import annotation, box, coco
 from cenet.detection.data import load, scenes
 from cenet.detection.evaluation import score
+from cenet.detection.job import write_left_out
 from cenet.detection.loaders import sample
 from cenet.detection.recipes import RECIPES
-from cenet.detection.run import write_left_out
 
 
 def test_crowds_are_not_trained_on():

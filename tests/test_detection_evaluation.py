@@ -6,7 +6,7 @@ from torch import nn
 
 from _detection import annotation, box, coco, few_shapes
 from _distributed import run
-from cenet.detection.annotations import clean
+from cenet.detection.coco import clean
 from cenet.detection.evaluation import _results, evaluate, predict, score
 from cenet.detection.loaders import sample
 from cenet.distributed import Processes

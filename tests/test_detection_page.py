@@ -18,10 +18,10 @@ from _detection import COMMIT, TINY, as_found, detection_row, few_shapes, write_
 from _pages import HOSTILE, Reader
 from _training import call
 from cenet.detection.boxes_svg import COLOURS, TALL, Box, draw_boxes
-from cenet.detection.engine import build_detector
+from cenet.detection.job import show_run
 from cenet.detection.page import build_page, read_source
 from cenet.detection.predictions import choose, match, predictions_section
-from cenet.detection.run import show_run
+from cenet.detection.trainer import build_detector
 from cenet.report.render import save_page
 from cenet.run_folder import WEIGHTS
 from cenet.train import checkpoint

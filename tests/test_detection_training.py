@@ -18,9 +18,9 @@ import cenet.detection.data as data_module
 from _detection import TINY, batch, few_shapes, small_detector
 from _training import assert_same_run, call, metrics, stop_at
 from cenet.detection.data import SceneSplit, scenes
-from cenet.detection.engine import DetectionOptions, DetectionTrainer
+from cenet.detection.job import evaluate_run
 from cenet.detection.recipes import DetectionRecipe
-from cenet.detection.run import evaluate_run
+from cenet.detection.trainer import DetectionOptions, DetectionTrainer
 from cenet.distributed import Processes
 from cenet.run_folder import read_metrics
 from cenet.signals import Interrupted

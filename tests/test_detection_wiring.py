@@ -17,8 +17,8 @@ from _detection import TINY, batch, few_shapes, small_detector
 from _training import ALONE, assert_same_run, call, metrics
 from cenet import NormCE2d
 from cenet.data.input_spec import InputSpec
-from cenet.detection.engine import DetectionOptions, DetectionTrainer, build_detector
-from cenet.detection.run import DetectionJob, evaluate_run, load_detector, train
+from cenet.detection.job import DetectionJob, evaluate_run, load_detector, train
+from cenet.detection.trainer import DetectionOptions, DetectionTrainer, build_detector
 from cenet.models import create_model
 
 CHANNELS = (16, 24, 32, 48)

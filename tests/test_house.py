@@ -48,6 +48,7 @@ LEVELS = [
         "nn.equilibrium",
         "nn.norm_ce",
         "nn.sync",
+        "nn.folded",
         "nn",
     ),
     (
@@ -57,7 +58,6 @@ LEVELS = [
     (
         "dataflow",
         "surgery",
-        "folded",
         "folding",
         "checkpoints",
         "calibration",
@@ -65,7 +65,7 @@ LEVELS = [
         "lightning",
     ),
     (
-        *("models.blocks", "models.interface", "models.shufflenetv2", "models.vgg"),
+        *("models.blocks", "models.staged", "models.shufflenetv2", "models.vgg"),
         *("models.conversion", "models.placement", "models.factory", "models.released"),
         *("models.entrypoints", "models", "models.cost", "models.lookup"),
     ),
@@ -104,10 +104,10 @@ LEVELS = [
         *("report.pages", "report"),
     ),
     (
-        *("detection.settings", "detection.networks", "detection.deploy", "detection.recipes"),
-        *("detection.shapes", "detection.boxes_svg"),
-        *("detection.annotations", "detection.data", "detection.loaders", "detection.evaluation"),
-        *("detection.engine", "detection.predictions", "detection.page", "detection.run"),
+        *("detection.freezing", "detection.networks", "detection.deploy", "detection.recipes"),
+        *("detection.synthetic", "detection.boxes_svg"),
+        *("detection.coco", "detection.data", "detection.loaders", "detection.evaluation"),
+        *("detection.trainer", "detection.predictions", "detection.page", "detection.job"),
         *("detection.command", "detection"),
     ),
     ("demo",),

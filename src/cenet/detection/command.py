@@ -1,13 +1,13 @@
-"""`cenet detect train|eval|show`: parse, run, and say in one line what went wrong."""
+"""`cenet detect train|eval|show`: parse, run, and explain failures in one line."""
 
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from cenet.detection.engine import DetectionOptions
+from cenet.detection.job import DetectionJob, evaluate_run, show_run, train
 from cenet.detection.recipes import RECIPES, find_recipe
-from cenet.detection.run import DetectionJob, evaluate_run, show_run, train
+from cenet.detection.trainer import DetectionOptions
 from cenet.distributed import is_first_process
 from cenet.train.command import exit_with_reason, parse_job
 from cenet.train.times import LIBRARIES, Clock, process_age
@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> None:
 
 
 def parse(arguments: list[str]) -> DetectionJob:
-    """The job that the command line asks for."""
+    """The job of a command line."""
     return parse_job(
         arguments,
         lambda name: DetectionJob(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cenet.detection.settings import apply_setting_
+from cenet.detection.freezing import apply_setting_
 from cenet.folding import fold_ce
 
 

@@ -12,8 +12,8 @@ from torchvision.ops import box_iou
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2.functional import resize
 
-from cenet.detection.annotations import Record
 from cenet.detection.boxes_svg import Box, colour, draw_boxes
+from cenet.detection.coco import Record
 from cenet.detection.data import Scenes, outline_mask
 from cenet.report.elements import Cell, Column, Figure, Panel, Section, Table
 from cenet.report.formatting import count

@@ -3,7 +3,7 @@
 import torchvision
 from torch import Tensor, nn
 
-from cenet.models.interface import Staged
+from cenet.models.staged import Staged
 
 CHANNELS = {"x0_5": [24, 48, 96, 192, 1024], "x1_0": [24, 116, 232, 464, 1024]}
 

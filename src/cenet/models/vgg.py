@@ -6,7 +6,7 @@ from itertools import pairwise
 from torch import nn
 from torchvision.models.vgg import cfgs, make_layers
 
-from cenet.models.interface import Staged
+from cenet.models.staged import Staged
 
 
 class VGG(Staged):

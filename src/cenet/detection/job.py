@@ -1,4 +1,4 @@
-"""A detection recipe from beginning to end, and what its network finds afterwards."""
+"""Run a detection recipe in a folder, evaluate a run, or write its page."""
 
 import csv
 import io
@@ -12,12 +12,12 @@ import cenet.distributed as distributed
 import cenet.train.checkpoint as checkpoint
 from cenet.checkpoints import load_state_
 from cenet.detection.data import SHOWN, Scenes, SceneSplit, load
-from cenet.detection.engine import DetectionOptions, DetectionTrainer, build_detector
 from cenet.detection.evaluation import Scores, evaluate, predict
+from cenet.detection.freezing import STAGES
 from cenet.detection.page import build_page, read_source
 from cenet.detection.predictions import choose, predictions_section
 from cenet.detection.recipes import DetectionRecipe
-from cenet.detection.settings import STAGES
+from cenet.detection.trainer import DetectionOptions, DetectionTrainer, build_detector
 from cenet.report.render import save_page
 from cenet.run_folder import replace_file
 from cenet.train.job import Device, run_loop
@@ -32,15 +32,16 @@ LEFT_OUT = "left_out.csv"
 
 @dataclass(frozen=True)
 class DetectionJob:
-    """A recipe, and where it runs.
+    """A recipe with the folders and the device of a run.
 
     Attributes:
-        recipe: what moves a number.
-        options: what does not.
-        data: folder as COCO has it: annotations/instances_train2017.json with train2017/, and the
-            same of val2017; or instances.json with images/, to train and test on. Shapes need none.
-        checkpoint: weights of the backbone as a classifier; a run of `cenet train` leaves them in
-            weights.safetensors.
+        recipe: the settings that change numbers.
+        options: the settings that do not.
+        data: folder in the layout of COCO: annotations/instances_train2017.json with train2017/,
+            and the same for val2017; or instances.json with images/, to train and test on the same
+            images. The recipe shapes needs none.
+        checkpoint: weights of the backbone as a classifier, for example weights.safetensors of a
+            run of `cenet train`.
         device: cpu, cuda, or auto for cuda where there is one.
     """
 
@@ -55,11 +56,11 @@ def train(job: DetectionJob, clock: Clock | None = None) -> dict[str, Any]:
     """Run a job, alone or as one of torchrun's processes, and return the last row of metrics.
 
     Args:
-        job: what to run.
-        clock: tells where the time goes; one that began earlier counts what came before, too.
+        job: the recipe and where it runs.
+        clock: measures the wall time; pass one to include the time before this call.
 
     Raises:
-        ValueError: the data, the checkpoint or the device are not what the job needs.
+        ValueError: data, checkpoint or device cannot be used for the job.
         Interrupted, NonFiniteLoss: see `Loop.run`.
     """
     clock = clock or Clock(LIBRARIES)
@@ -77,7 +78,7 @@ def train(job: DetectionJob, clock: Clock | None = None) -> dict[str, Any]:
         data = load(job.recipe, job.data)
         clock.enter(NETWORK)
         if own.is_first:
-            parts = {part.name: part for part in data}  # they may be the same
+            parts = {part.name: part for part in data}  # train and test may be the same
             print(*(part.report() for part in parts.values()), sep="\n", flush=True)
             write_left_out(job.options.out / LEFT_OUT, parts)
         return DetectionTrainer(job.recipe, data, job.options, own, job.checkpoint)
@@ -86,7 +87,7 @@ def train(job: DetectionJob, clock: Clock | None = None) -> dict[str, Any]:
 
 
 def write_left_out(path: Path, parts: dict[str, Scenes]) -> None:
-    """List what is not trained or tested on, and why; no file if that is nothing."""
+    """Write the images and objects that are not used, and why; no file if all are used."""
     rows = [
         (name, fault, one)
         for name, part in parts.items()
@@ -114,7 +115,7 @@ def _load(run: Path) -> tuple[nn.Module, str]:
 
 
 def evaluate_run(run: Path, data: Path | None = None, device: Device = "auto") -> Scores:
-    """Average precision of a run: of its final weights, or of its newest checkpoint."""
+    """Average precision of the final weights of a run, or of its newest checkpoint."""
     own = distributed.start(device)
     try:
         network = load_detector(run).to(own.device)
@@ -126,13 +127,13 @@ def evaluate_run(run: Path, data: Path | None = None, device: Device = "auto") -
 def show_run(
     run: Path, data: Path | None = None, device: Device = "auto", *, images: int = 8
 ) -> Path:
-    """Write a page of a run: average precision, curves, and what is found on some test images.
+    """Write a page of a run: average precision, curves, and predictions on some test images.
 
     Args:
-        run: its folder.
-        data: folder of the images; not needed if none is drawn.
-        device: where to run.
-        images: how many to draw.
+        run: folder of the run.
+        data: folder of the images; not needed if `images` is 0.
+        device: cpu, cuda, or auto for cuda where there is one.
+        images: number of test images to draw.
 
     Raises:
         ValueError: `images` is negative, the run has no epoch yet, or the data are not its own.

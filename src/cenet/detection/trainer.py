@@ -21,23 +21,23 @@ from cenet.train.checkpoint import seed_everything
 from cenet.train.loop import Batch, Loop
 from cenet.train.options import RunOptions
 
-# of torchvision's detectors
+# names of the losses of torchvision's detectors
 LOSSES = ("loss_classifier", "loss_box_reg", "loss_objectness", "loss_rpn_box_reg")
 MASK_LOSS = "loss_mask"
 
 
 @dataclass(frozen=True)
 class DetectionOptions(RunOptions):
-    """Where and how a detector is trained.
+    """Options for training a detector.
 
     Attributes:
-        evaluate_every: epochs between tests; the last is always tested.
+        evaluate_every: epochs between tests; the last epoch is always tested.
     """
 
     evaluate_every: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse numbers that make no sense."""
+        """Raise ValueError for numbers out of range."""
         super().__post_init__()
         if self.evaluate_every < 1:
             raise ValueError(f"evaluate_every={self.evaluate_every} must be at least 1")
@@ -46,7 +46,7 @@ class DetectionOptions(RunOptions):
 def build_detector(
     recipe: DetectionRecipe, inputs: InputSpec, checkpoint: Path | None = None
 ) -> nn.Module:
-    """The network of a recipe, for these classes."""
+    """The network of a recipe, for the classes of this input spec."""
     network: nn.Module = detector(
         recipe.detector,
         recipe.backbone,
@@ -60,14 +60,14 @@ def build_detector(
         max_size=recipe.max_size,
         image_mean=[value / 255 for value in inputs.mean],
         image_std=[value / 255 for value in inputs.std],
-        # training images come in their size
+        # the loader resizes training images
         _skip_resize=True,
     )
     return network
 
 
 class DetectionTrainer(Loop):
-    """A recipe at work."""
+    """Trains and tests a detector by a recipe."""
 
     recipe: DetectionRecipe
     options: DetectionOptions

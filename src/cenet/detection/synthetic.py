@@ -1,4 +1,4 @@
-"""Ellipses, rectangles and triangles on noise: a detection data set that needs no files."""
+"""A synthetic detection data set: ellipses, rectangles and triangles on noise."""
 
 import math
 import random
@@ -10,23 +10,23 @@ from torch import Tensor
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 SHAPES = ("ellipse", "rectangle", "triangle")
-SIDES = (96, 128)  # of the images
-SIZES = (20, 52)  # of the shapes
-MOST = 4  # shapes on an image
-EMPTY = 0.1  # share of images without any
-CORNERS = 24  # of the polygon that stands for an ellipse
+SIDES = (96, 128)  # smallest and largest side of an image
+SIZES = (20, 52)  # smallest and largest side of a shape
+MOST = 4  # largest number of shapes on an image
+EMPTY = 0.1  # share of images without shapes
+CORNERS = 24  # corners of the polygon that approximates an ellipse
 TRIES = 20
 Point = tuple[float, float]
 
 
 def draw_shapes(count: int, seed: int) -> tuple[list[Tensor], dict[str, Any]]:
-    """Images (3, H, W) in uint8 of several sizes, and their annotations as COCO has them."""
+    """Images (3, H, W) in uint8 of several sizes, and their annotations in the format of COCO."""
     images: list[Tensor] = []
     records: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
     for index in range(count):
-        chance = random.Random(f"shapes {seed} {index}")
-        image, objects = _scene(chance)
+        rng = random.Random(f"shapes {seed} {index}")
+        image, objects = _scene(rng)
         images.append(image)
         height, width = image.shape[1:]
         records.append(
@@ -41,32 +41,32 @@ def draw_shapes(count: int, seed: int) -> tuple[list[Tensor], dict[str, Any]]:
     return images, {"images": records, "annotations": annotations, "categories": categories}
 
 
-def _scene(chance: random.Random) -> tuple[Tensor, list[tuple[int, list[Point]]]]:
-    width, height = chance.randint(*SIDES), chance.randint(*SIDES)
-    canvas = Image.new("RGB", (width, height), _colour(chance))
+def _scene(rng: random.Random) -> tuple[Tensor, list[tuple[int, list[Point]]]]:
+    width, height = rng.randint(*SIDES), rng.randint(*SIDES)
+    canvas = Image.new("RGB", (width, height), _colour(rng))
     draw = ImageDraw.Draw(canvas)
     objects: list[tuple[int, list[Point]]] = []
-    count = 0 if chance.random() < EMPTY else chance.randint(1, MOST)
+    count = 0 if rng.random() < EMPTY else rng.randint(1, MOST)
     for _ in range(count):
         for _ in range(TRIES):
-            kind = chance.randrange(len(SHAPES))
-            corners = _corners(kind, width, height, chance)
+            kind = rng.randrange(len(SHAPES))
+            corners = _corners(kind, width, height, rng)
             if not any(_touch(corners, other) for _, other in objects):
                 objects.append((kind + 1, corners))
-                draw.polygon(corners, fill=_colour(chance))
+                draw.polygon(corners, fill=_colour(rng))
                 break
-    generator = torch.Generator().manual_seed(chance.getrandbits(48))
+    generator = torch.Generator().manual_seed(rng.getrandbits(48))
     noise = 12 * torch.randn(3, height, width, generator=generator)
     return (pil_to_tensor(canvas) + noise).round().clamp(0, 255).to(torch.uint8), objects
 
 
-def _colour(chance: random.Random) -> tuple[int, int, int]:
-    return chance.randrange(256), chance.randrange(256), chance.randrange(256)
+def _colour(rng: random.Random) -> tuple[int, int, int]:
+    return rng.randrange(256), rng.randrange(256), rng.randrange(256)
 
 
-def _corners(kind: int, width: int, height: int, chance: random.Random) -> list[Point]:
-    w, h = chance.randint(*SIZES), chance.randint(*SIZES)
-    left, top = chance.randint(0, width - w - 1), chance.randint(0, height - h - 1)
+def _corners(kind: int, width: int, height: int, rng: random.Random) -> list[Point]:
+    w, h = rng.randint(*SIZES), rng.randint(*SIZES)
+    left, top = rng.randint(0, width - w - 1), rng.randint(0, height - h - 1)
     unit: list[Point]
     if SHAPES[kind] == "ellipse":
         angles = [2 * math.pi * corner / CORNERS for corner in range(CORNERS)]

@@ -1,4 +1,4 @@
-"""What of norms and CE a detector trains: the two settings of Section 5.3, and everything."""
+"""Freeze or synchronize norms and CE of a detector: the settings of Section 5.3, and neither."""
 
 from typing import Any, Literal, get_args
 
@@ -13,12 +13,12 @@ from cenet.nn.ranks import SyncGroup, gather
 from cenet.nn.statistics import Layout, merge, message
 
 Setting = Literal["frozen", "synchronized", "scratch"]
-# from the last, as torchvision counts what is trainable
+# stages of a ResNet from the last to the first, as torchvision counts trainable layers
 STAGES = (("layer4",), ("layer3",), ("layer2",), ("layer1",), ("conv1", "bn1"))
 
 
 def apply_setting_(body: nn.Module, setting: Setting, trainable_layers: int = 3) -> None:
-    """Fix what a ResNet is not to train, in place. `.train()` undoes none of it.
+    """Freeze the parts of a ResNet that are not trained, in place. `.train()` does not undo this.
 
     | setting | γ, β | statistics of norms and CE | gate, λ |
     |---|---|---|---|
@@ -28,9 +28,9 @@ def apply_setting_(body: nn.Module, setting: Setting, trainable_layers: int = 3)
 
     Args:
         body: a ResNet with or without CE.
-        setting: of the stages that train.
-        trainable_layers: stages that train, from the last: 3 leaves out stem and first stage, 5
-            none. Of the others everything is fixed.
+        setting: row of the table, for the stages that are trained.
+        trainable_layers: number of stages that are trained, counted from the last: 3 freezes stem
+            and first stage, 5 freezes none. All other stages are frozen completely.
     """
     if setting not in get_args(Setting):
         raise ValueError(f"setting={setting!r} must be one of {', '.join(get_args(Setting))}")
@@ -46,7 +46,7 @@ def apply_setting_(body: nn.Module, setting: Setting, trainable_layers: int = 3)
             layer.freeze()
         elif setting == "synchronized":
             layer.requires_grad_(False)
-    # statistics of a norm that CE follows travel with those of CE
+    # `convert_sync_ce` synchronizes the norms that CE follows
     joined = {module.norm for module in body.modules() if isinstance(module, NormCE2d)}
     for name, norm in list(body.named_modules()):
         if isinstance(norm, BATCH_NORMS):
@@ -62,10 +62,10 @@ def apply_setting_(body: nn.Module, setting: Setting, trainable_layers: int = 3)
 
 
 class SyncBatchNorm2d(nn.BatchNorm2d):
-    """Batch norm over the batches of all ranks, on any device; torch's own is for GPUs alone."""
+    """Batch norm over the batches of all ranks, on any device; torch's own needs GPUs."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize by the batches of all ranks in training."""
+        """Normalize by the statistics of all ranks in training."""
         ranks = SyncGroup().ranks()
         if ranks is None or not uses_batch_statistics(self):
             y: Tensor = super().forward(x)

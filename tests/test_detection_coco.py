@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from _detection import SQUARE, annotation, coco
-from cenet.detection.annotations import _run_lengths, clean
+from cenet.detection.coco import _run_lengths, clean
 from cenet.detection.data import outline_mask
 
 FAULTS = {

@@ -1,4 +1,4 @@
-"""The layers of the deploy form: what `fold_ce` leaves in the place of norm, CE and activation."""
+"""Layers of the deploy form, which `fold_ce` puts in the place of norm, CE and activation."""
 
 from typing import TypeVar
 
@@ -8,13 +8,9 @@ from torch import Tensor, nn
 import cenet.nn.fused as fused
 from cenet import functional as F
 from cenet import ops
-from cenet.nn import (
-    BatchDecorrelation2d,
-    ChannelEquilibrium2d,
-    EquilibriumLayer,
-    InstanceReweighting2d,
-)
-from cenet.nn.base import finish
+from cenet.nn.base import EquilibriumLayer, finish
+from cenet.nn.branches import BatchDecorrelation2d, InstanceReweighting2d
+from cenet.nn.equilibrium import ChannelEquilibrium2d
 from cenet.nn.tracing import call_as_leaf, is_proxy
 
 Branch = TypeVar("Branch", bound=EquilibriumLayer)

@@ -1,33 +1,33 @@
-"""What is wrong with COCO annotations, found and named before training."""
+"""Check COCO annotations before training: keep what can be used, list the faults of the rest."""
 
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-SMALLEST = 0.01  # pixels of a side; less is no box
-LARGEST = 2**53  # the evaluation counts in float64
+SMALLEST = 0.01  # smallest side of a box in pixels
+LARGEST = 2**53  # largest number that the evaluation, in float64, can count to
 Record = dict[str, Any]
-Faults = dict[str, list[str]]  # what is wrong, and with which
+Faults = dict[str, list[str]]  # names of images and objects, by their fault
 
 
 class _Fault(Exception):
-    """Why an annotation is of no use."""
+    """Why an annotation cannot be used."""
 
 
 def clean(
     coco: Any, fault_of: Callable[[Record], str | None], *, masks: bool = True
 ) -> tuple[Record, Faults]:
-    """Annotations that can be trained on and tested with, and what was left out, and why.
+    """Split annotations into those that can be used and the faults of all others.
 
-    Boxes are cut at the edges of their image; images and annotations get new ids.
+    Boxes are clipped to their image; images and annotations get new ids.
 
     Args:
-        coco: "images", "annotations" and "categories", as COCO has them. It is not changed.
-        fault_of: says what is wrong with the file of an image, if anything is.
-        masks: objects need one; otherwise none is kept.
+        coco: "images", "annotations" and "categories" in the format of COCO. It is not changed.
+        fault_of: returns the fault of an image file, or None.
+        masks: True drops objects without a mask; False drops the masks of all objects.
 
     Raises:
-        ValueError: a part is missing or of another kind: this is not a file of COCO annotations.
+        ValueError: these are not COCO annotations: a part is missing or has another type.
     """
     faults: Faults = defaultdict(list)
     for part in ("images", "annotations", "categories"):
@@ -76,7 +76,9 @@ def _images(
     for place, record in enumerate(records):
         whole = isinstance(record, dict) and isinstance(record.get("file_name"), str)
         name = record["file_name"] if whole else f"the one at place {place}"
-        shown = name.encode(errors="backslashreplace").decode()  # names may be no text
+        shown = name.encode(
+            errors="backslashreplace"
+        ).decode()  # names may hold characters that are not valid Unicode
         sizes = [record.get(side) for side in ("width", "height")] if whole else []
         if not whole or _id(record) is None or not all(_is_whole(s) and s > 0 for s in sizes):
             faults["images without an id, a file name or a size"].append(shown)
@@ -98,7 +100,7 @@ def _checked(
     categories: dict[int, str],
     masks: bool,
 ) -> tuple[Record, bool]:
-    """What remains of an annotation, and whether it has lost a polygon; _Fault if nothing does."""
+    """The usable part of an annotation, and whether a polygon was dropped; _Fault if none is."""
     if not isinstance(annotation, dict):
         raise _Fault("objects that are no records")
     number, category = annotation.get("image_id"), annotation.get("category_id")
@@ -126,7 +128,7 @@ def _checked(
 
 
 def _cut(box: Any, width: int, height: int) -> list[float]:
-    """The part of a box inside the image."""
+    """The box clipped to the image."""
     if not _are_numbers(box, 4) or len(box) != 4:
         raise _Fault("objects whose box is not four numbers")
     if box[2] < SMALLEST or box[3] < SMALLEST:
@@ -139,7 +141,7 @@ def _cut(box: Any, width: int, height: int) -> list[float]:
 
 
 def _outline(outline: Any, image: Record) -> tuple[Any, bool]:
-    """Polygons or a run-length code, and whether a polygon was left out."""
+    """The usable polygons or the run-length code, and whether a polygon was dropped."""
     if not outline:
         raise _Fault("objects without a mask")
     if isinstance(outline, list):
@@ -154,14 +156,16 @@ def _outline(outline: Any, image: Record) -> tuple[Any, bool]:
     runs = _run_lengths(counts) if isinstance(counts, str) else counts
     fine = isinstance(runs, list) and all(type(run) is int and run >= 0 for run in runs)
     if not fine or sum(runs) != size[0] * size[1]:
-        # the decoder would fill the rest with what happens to be in memory
+        # the decoder would leave the rest of the mask uninitialized
         raise _Fault("objects whose run lengths do not fill their mask")
     return {"size": [image["height"], image["width"]], "counts": counts}, False
 
 
 def _run_lengths(code: str) -> list[int]:
-    """Undo COCO's compression: five bits a letter, the lowest first, differences to the last but
-    one."""
+    """Undo COCO's compression of run lengths.
+
+    Each letter holds five bits, the lowest first; a number is the difference to the one two before.
+    """
     runs: list[int] = []
     value = shift = 0
     for letter in code:
@@ -178,9 +182,10 @@ def _run_lengths(code: str) -> list[int]:
 
 
 def _has_area(polygon: Any, image: Record) -> bool:
-    """Whether x, y, x, y, … encloses something of an image.
+    """Whether a polygon x, y, x, y, … encloses a part of the image.
 
-    What reaches farther than the image is large is none: drawing it would take for ever.
+    Polygons that reach farther outside than the image is large are refused: drawing them would take
+    too long.
     """
     if not _are_numbers(polygon, 6) or len(polygon) % 2:
         return False

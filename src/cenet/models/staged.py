@@ -1,4 +1,4 @@
-"""The interface of timm for networks that timm does not have: features, head, intermediates."""
+"""Networks as a chain of stages with timm's interface, for networks that timm does not have."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -9,7 +9,7 @@ from timm.models import checkpoint
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-# those that our kernels have
+# activations that our kernels can apply
 ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.ELU)
 
 
