@@ -6,7 +6,6 @@ import importlib.util
 import os
 import platform
 import statistics
-import subprocess
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import cenet
+from cenet.environment import commit
 
 Run = Callable[[], object]
 
@@ -43,6 +43,15 @@ class Timing(NamedTuple):
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
+
+
+def seconds(run: Run, device: torch.device) -> float:
+    """Wall time of one call, the work that it queues on the device included."""
+    synchronize(device)
+    start = time.perf_counter()
+    run()
+    synchronize(device)
+    return time.perf_counter() - start
 
 
 def _mark(device: torch.device) -> "torch.cuda.Event | float":
@@ -175,18 +184,6 @@ def require(name: str, error: float, tolerance: float) -> None:
         raise AssertionError(f"{name} is off by {error:.1e}, more than {tolerance:.1e}")
 
 
-def commit() -> str:
-    if "CENET_COMMIT" in os.environ:
-        return os.environ["CENET_COMMIT"]
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    try:
-        here = Path(__file__).parent
-        done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return done.stdout.strip()
-
-
 def environment(device: torch.device) -> dict[str, str]:
     triton = "none"
     if importlib.util.find_spec("triton"):
@@ -199,7 +196,7 @@ def environment(device: torch.device) -> dict[str, str]:
         "torch": torch.__version__,
         "triton": triton,
         "version": cenet.__version__,
-        "commit": commit(),
+        "commit": os.environ.get("CENET_COMMIT") or commit() or "unknown",
     }
 
 

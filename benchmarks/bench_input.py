@@ -157,11 +157,11 @@ def loop(trainer: Trainer, epochs: int) -> Clock:
 
     trainer._update = counted
     try:
-        with SignalWatch() as interrupts:
+        with SignalWatch() as signals:
             for epoch in range(epochs):
                 trainer.position.epoch, trainer.position.step = epoch, 0
                 trainer.position.seconds = 0.0
-                trainer.train_epoch(interrupts)
+                trainer.train_epoch(signals)
     finally:
         del trainer._update
     synchronize(trainer.processes.device)

@@ -65,14 +65,14 @@ def run(args: argparse.Namespace) -> dict[str, float]:
     )  # fmt: skip
     channels = 1 if recipe.dataset == "digits" else 3
     data = noise(args.batch, RESIDENT_BATCH, channels, args.size)
-    with tempfile.TemporaryDirectory() as folder, SignalWatch() as interrupts:
+    with tempfile.TemporaryDirectory() as folder, SignalWatch() as signals:
         options = Options(Path(folder), channels_last=True)
         trainer = Trainer(recipe, data, options, Processes(0, 1, device))
         mark()
         if args.prepared:
             trainer.prepare()
         mark()
-        trainer.train_epoch(interrupts)  # of one step
+        trainer.train_epoch(signals)  # of one step
         mark()
         trainer.test()
         mark()

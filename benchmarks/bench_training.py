@@ -52,9 +52,9 @@ def busy_seconds(events: Any) -> float:
     return busy / 1e6
 
 
-def epoch(trainer: Trainer, interrupts: SignalWatch) -> float:
+def epoch(trainer: Trainer, signals: SignalWatch) -> float:
     trainer.network.train()
-    trainer.train_epoch(interrupts)
+    trainer.train_epoch(signals)
     seconds = trainer.position.seconds
     trainer.end_epoch()
     return seconds
@@ -80,7 +80,7 @@ def main() -> None:
     size = f"{len(data.train.labels)}x3x32x32"
     columns = {**environment(device), "op": "vgg16", "mode": f"epoch {mode}", "shape": size,
                "dtype": args.precision, "layout": "channels_last"}  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder, SignalWatch() as interrupts:
+    with tempfile.TemporaryDirectory() as folder, SignalWatch() as signals:
         trainers = {}
         for name, recipe in ROWS.items():
             chosen = replace(RECIPES[recipe], precision=args.precision, batch_size=args.batch)
@@ -88,18 +88,18 @@ def main() -> None:
                               cuda_graphs=args.cuda_graphs)  # fmt: skip
             options.out.mkdir()
             trainers[name] = Trainer(chosen, data, options, Processes(0, 1, device))
-            print(f"{name}: first epoch {epoch(trainers[name], interrupts):.2f} s", flush=True)
+            print(f"{name}: first epoch {epoch(trainers[name], signals):.2f} s", flush=True)
         times: dict[str, list[float]] = {name: [] for name in trainers}
         for _ in range(args.rounds):
             for name, trainer in trainers.items():
-                times[name].append(epoch(trainer, interrupts))
+                times[name].append(epoch(trainer, signals))
         rows = []
         for name, trainer in trainers.items():
             trainer.network.train()
             busy = "no GPU"
             if device.type == "cuda":
                 with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-                    trainer.train_epoch(interrupts)
+                    trainer.train_epoch(signals)
                 seconds = trainer.position.seconds
                 busy = f"{busy_seconds(profiler.events()) / seconds:.1%} of {seconds:.3f} s"
                 trainer.end_epoch()

@@ -213,7 +213,7 @@ def test_what_was_left_out_is_listed(tmp_path):
 
 
 def test_data_that_is_not_there():
-    with pytest.raises(ValueError, match="coco is not embedded; say where it is with --data"):
+    with pytest.raises(ValueError, match="coco is not built in; say where it is with --data"):
         load(RECIPES["resnet50_ce"], None)
     with pytest.raises(ValueError, match="shapes are drawn"):
         load(RECIPES["shapes"], "somewhere")

@@ -176,7 +176,7 @@ def test_train_eval_and_show(tmp_path, monkeypatch, capsys):
         (("train", "resnet50_ce", "--setting", "scratch"), "trainable_layers=3 keep parts of the"),
         (
             ("train", "resnet50_ce", "--setting", "scratch", "--trainable-layers", "5"),
-            "coco is not embedded",
+            "coco is not built in",
         ),
         (("train", "shapes", "--data", "x"), "shapes are drawn"),
         (("eval", "nowhere"), "nowhere is not a folder of `cenet detect train`"),

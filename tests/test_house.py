@@ -38,7 +38,6 @@ LEVELS = [
     ),
     (
         "nn.running",
-        "nn.tracing",
         "nn.ranks",
         "nn.statistics",
         "nn.norms",
@@ -55,6 +54,7 @@ LEVELS = [
         *("baselines.base", "baselines.whitening", "baselines.iter_norm"),
         *("baselines.switchable_norm", "baselines.switchable_whitening", "baselines"),
     ),
+    ("evaluating",),
     (
         "dataflow",
         "surgery",
@@ -65,8 +65,8 @@ LEVELS = [
         "lightning",
     ),
     (
-        *("models.blocks", "models.staged", "models.shufflenetv2", "models.vgg"),
-        *("models.conversion", "models.placement", "models.factory", "models.released"),
+        *("models.blocks", "models.staged"),
+        *("models.placement", "models.factory", "models.released"),
         *("models.entrypoints", "models", "models.cost", "models.lookup"),
     ),
     (
@@ -83,8 +83,15 @@ LEVELS = [
     ),
     ("signals", "distributed"),
     (
-        *("data.order", "data.views", "data.sources", "data.tar_shards", "data.parquet"),
-        *("data.workers", "data.decoding", "data.datasets", "data.input_spec", "data.resizing"),
+        *("data.order", "data.sources", "data.tar_shards", "data.parquet"),
+        *(
+            "data.workers",
+            "data.decoding",
+            "data.datasets",
+            "data.views",
+            "data.input_spec",
+            "data.resizing",
+        ),
         *("data.cuda_decoding", "data.pipeline", "data.loaders", "data"),
     ),
     (

@@ -2,22 +2,25 @@
 
 import json
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
 from timm.layers import SEModule
 from torch import nn
 
+import cenet.detection.networks as detectors
 from _training import TINY, few_digits, trainer
 from cenet import NormCE2d
 from cenet.baselines import IterNorm2d, SwitchableWhitening2d
 from cenet.data.input_spec import FILES_MEAN, FILES_STD, InputSpec
-from cenet.models import NETWORKS
+from cenet.detection.recipes import Backbone
+from cenet.models import NETWORKS, factory, placement
 from cenet.nn import ChannelEquilibrium2d
 from cenet.run_folder import ABOUT
 from cenet.train import RECIPES, Recipe, checkpoint
 from cenet.train.build import build_loss, build_network, build_optimizer, build_schedule
-from cenet.train.recipes import RD_RATIO
+from cenet.train.recipes import NETWORK_NAMES, RD_RATIO, Act, Block, Norm
 from cenet.train.run_log import read_run
 
 IMAGENET = InputSpec(tuple(str(i) for i in range(1000)), FILES_MEAN, FILES_STD)
@@ -30,6 +33,16 @@ APPENDIX_E = {
     "weight_decay": 1e-4, "schedule": "step", "milestones": (30, 60, 90), "gamma": 0.1,
     "dataset": "imagenet", "image_size": 224,
 }  # fmt: skip
+
+
+def test_recipes_offer_what_the_factory_builds():
+    """Recipes list the names again, because importing the networks takes seconds."""
+    assert set(NETWORK_NAMES) == {*placement.NETWORKS, *placement.SMALL_NETWORKS}
+    assert set(get_args(Block)) == set(factory.BLOCKS)
+    assert set(get_args(Norm)) == set(factory.NORMS)
+    assert set(get_args(Act)) == {"default", *factory.ACTIVATIONS}
+    backbones = {f"{ce}{network}" for ce in ("", "ce") for network in detectors.RESNETS}
+    assert set(get_args(Backbone)) == backbones
 
 
 def network(name):

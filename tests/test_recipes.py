@@ -224,7 +224,7 @@ def test_folders_in_memory_and_what_is_wrong_with_them(tmp_path):
         load(recipe, None)
     with pytest.raises(ValueError, match="nowhere is not a folder"):
         load(recipe, tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="the digits are embedded"):
+    with pytest.raises(ValueError, match="the digits dataset is built in; remove --data"):
         load(RECIPES["digits_ce"], tmp_path)
 
 

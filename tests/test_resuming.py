@@ -136,8 +136,8 @@ def test_other_images_are_another_run(few_files, tmp_path):
 
 def test_only_one_run_writes_to_a_folder(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from cenet.run_folder import claimed\n"
-        "with claimed(Path(sys.argv[1])): print('mine', flush=True); input()"
+        "import sys; from pathlib import Path; from cenet.run_folder import locked\n"
+        "with locked(Path(sys.argv[1])): print('mine', flush=True); input()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], **pipes) as other:

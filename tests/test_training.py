@@ -157,7 +157,7 @@ def test_the_first_layer_that_is_not_finite_is_named():
         (("train", "digits_ce", "--lr", "-1"), "lr=-1.0 must be at least"),
         (("train", "digits_ce", "--log-every", "0"), "log_every=0 must be at least 1"),
         (("train", "digits_ce", "--blok", "ce"), "Perhaps you meant"),
-        (("train", "vgg16_ce"), "cifar10 is not embedded; say where it is with --data FOLDER"),
+        (("train", "vgg16_ce"), "cifar10 is not built in; say where it is with --data FOLDER"),
         (("train", "digits_ce", "--out", "/proc/nowhere"), "/proc/nowhere"),
         (("eval", "nowhere"), "nowhere is not a folder of `cenet train`"),
     ],

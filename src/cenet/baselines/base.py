@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from cenet import functional as F
-from cenet.nn.base import check, check_counts, check_images, is_number
+from cenet.nn.base import call_as_leaf, check, check_counts, check_images, is_number, is_proxy
 from cenet.nn.running import average_
-from cenet.nn.tracing import call_as_leaf, is_proxy
 
 
 class BaselineNorm2d(nn.Module):

@@ -13,11 +13,11 @@ from cenet.data.decoding import decode, read_all
 from cenet.data.parquet import parquet_images
 from cenet.data.sources import SUFFIXES, Folder, Source, Subset, read_names
 from cenet.data.tar_shards import tar_images
-from cenet.data.views import Augment, is_for_files
 from cenet.extras import require
 
 Dataset = Literal["imagenet", "tinyimagenet", "cifar10", "digits"]
 CorruptionTo = Literal["other", "any"]
+Augment = Literal["none", "crop_flip", "imagenet", "imagenet_colour", "imagenet_colour_released"]
 TRAIN = ("train",)
 TEST = ("test", "val", "validation")
 FORMS: tuple[Literal["tar", "parquet"], ...] = ("tar", "parquet")
@@ -100,6 +100,11 @@ class Split(NamedTuple):
     test: Resident | Encoded
 
 
+def is_for_files(augment: Augment) -> bool:
+    """Whether an augmentation shows a random part of an image, which only image files allow."""
+    return augment.startswith("imagenet")
+
+
 def digest(data: Split) -> str:
     """The same for the same images and labels, wherever the files are."""
     found = blake2b(digest_size=16)
@@ -174,10 +179,10 @@ def _selected(data: Resident | Encoded, mask: Tensor) -> Resident | Encoded:
 def _load(recipe: DataSettings, folder: Path | None) -> Split:
     if recipe.dataset == "digits":
         if folder is not None:
-            raise ValueError(f"the digits are embedded; leave --data {folder} away")
+            raise ValueError(f"the digits dataset is built in; remove --data {folder}")
         return digits()
     if folder is None:
-        raise ValueError(f"{recipe.dataset} is not embedded; say where it is with --data FOLDER")
+        raise ValueError(f"{recipe.dataset} is not built in; say where it is with --data FOLDER")
     check_place(folder)
     if (folder / CIFAR10_FOLDER).is_dir():
         return cifar10(folder)

@@ -5,14 +5,14 @@ of the same names draw it.
 """
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from cenet.data.datasets import Augment, is_for_files
 from cenet.data.order import Item, seed_of
 
-Augment = Literal["none", "crop_flip", "imagenet", "imagenet_colour", "imagenet_colour_released"]
 PADDING = 4
 TEST_CROP = 0.875  # share of the shorter side
 AREAS = (0.08, 1.0)
@@ -86,11 +86,6 @@ class Viewing(NamedTuple):
             return found._replace(colour=_colour(components, chance)) if components else found
         top, left = (_below(2 * PADDING + 1, chance) - PADDING for _ in range(2))
         return View((0, 0, height, width), square, (top, left), _coin(chance))
-
-
-def is_for_files(augment: Augment) -> bool:
-    """Whether an augmentation shows a random part of an image, which only image files allow."""
-    return augment.startswith("imagenet")
 
 
 def middle(size: int, height: int, width: int) -> View:

@@ -13,6 +13,7 @@ from cenet.detection.coco import Record
 from cenet.detection.data import Scenes
 from cenet.detection.loaders import test_batches
 from cenet.distributed import Processes, gathered
+from cenet.evaluating import evaluating
 
 KINDS = {"box": "bbox", "mask": "segm"}
 MEASURES = ("ap", "ap50", "ap75")
@@ -45,14 +46,13 @@ def predict(
     network: nn.Module, scenes: Scenes, indices: list[int], *, device: torch.device, workers: int
 ) -> list[Record]:
     """Predictions of the network on these images, in the format of COCO's results."""
-    was_training = network.training
-    network.eval()
     categories = {label: number for number, label in scenes.labels.items()}
     found: list[Record] = []
-    for chosen, images in test_batches(scenes, indices, TEST_BATCH, device=device, workers=workers):
-        for index, output in zip(chosen, network(images), strict=True):
-            found += _results(scenes.images[index]["id"], output, categories)
-    network.train(was_training)
+    batches = test_batches(scenes, indices, TEST_BATCH, device=device, workers=workers)
+    with evaluating(network):
+        for chosen, images in batches:
+            for index, output in zip(chosen, network(images), strict=True):
+                found += _results(scenes.images[index]["id"], output, categories)
     return found
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import Tensor
 
 from cenet.analysis.diagnose import diagnose, without_prunable
@@ -22,6 +21,7 @@ from cenet.diagnosing.images import ImageStream, find_images
 from cenet.diagnosing.network import LoadedNetwork, find_network, num_outputs
 from cenet.diagnosing.terminal import print_summary
 from cenet.distributed import start
+from cenet.train.progress import progress_bar
 from cenet.train.recipes import RECIPES
 
 SLOW = "ablation runs the network once for each channel; --ablation-images 0 skips it"
@@ -245,11 +245,6 @@ def _pictures(loaded: LoadedNetwork, images: ImageSet, device: torch.device) -> 
 
 
 def _progress() -> Progress:
-    columns = (
-        TextColumn("{task.description:10}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
+    columns = (TextColumn("{task.description:10}"), BarColumn(), MofNCompleteColumn())
     # in a log file, lines of a bar are noise
-    return Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty())
+    return progress_bar(*columns, shown=sys.stderr.isatty())

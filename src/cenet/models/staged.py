@@ -1,13 +1,16 @@
-"""Networks as a chain of stages with timm's interface, for networks that timm does not have."""
+"""VGG and ShuffleNetV2 as chains of stages with timm's interface; timm has neither."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
+import torchvision
 from timm.layers.classifier import create_classifier
 from timm.models import checkpoint
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
+from torchvision.models.vgg import cfgs, make_layers
 
 # activations that our kernels can apply
 ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.ELU)
@@ -134,3 +137,84 @@ def _with_activation(norm: Any, act: nn.Module) -> Callable[[Tensor], Tensor]:
         return y
 
     return call
+
+
+class VGG(Staged):
+    """Convolutions with batch norm and ReLU, global pooling, one linear layer."""
+
+    # widths of the convolutions, and "M" for a pooling
+    configuration: Sequence[int | str]
+
+    def __init__(
+        self,
+        num_classes: int = 10,
+        in_chans: int = 3,
+        global_pool: str = "avg",
+        drop_rate: float = 0.0,
+    ) -> None:
+        """Build the configuration."""
+        super().__init__()
+        self.features = make_layers(list(self.configuration), batch_norm=True)
+        if in_chans != 3:
+            width = self.features[0].out_channels
+            self.features[0] = nn.Conv2d(in_chans, width, 3, padding=1)
+        layers = list(self.features)
+        after_pools = [i + 1 for i, layer in enumerate(layers) if isinstance(layer, nn.MaxPool2d)]
+        stages = list(pairwise(sorted({0, *after_pools, len(layers)})))
+        # a feature map is what goes into a pooling, or into the head
+        ends = [end - 2 if end in after_pools else end - 1 for _, end in stages]
+        widths = [layers[end - 2].out_channels for end in ends]
+        self.set_chain(
+            [tuple(f"features.{i}" for i in range(start, end)) for start, end in stages],
+            [(f"features.{end}", widths[i], 2**i) for i, end in enumerate(ends)],
+        )
+        self.set_head(widths[-1], num_classes, global_pool, drop_rate)
+        for layer in self.features:
+            if isinstance(layer, nn.Conv2d) and layer.bias is not None:
+                nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+                nn.init.zeros_(layer.bias)
+
+
+class VGG16(VGG):
+    """Thirteen convolutions (configuration D), for 32×32 images."""
+
+    configuration = cfgs["D"]
+
+
+class VGG6(VGG):
+    """Six convolutions, for images of 8×8 pixels and more."""
+
+    configuration = (32, 32, "M", 64, 64, "M", 128, 128)
+
+
+CHANNELS = {"x0_5": [24, 48, 96, 192, 1024], "x1_0": [24, 116, 232, 464, 1024]}
+
+
+class ShuffleNetV2(Staged, torchvision.models.ShuffleNetV2):  # type: ignore[misc]
+    """ShuffleNetV2 as torchvision builds it; its feature maps are those of stem and stages."""
+
+    conv1: nn.Sequential
+
+    def __init__(
+        self,
+        width: str,
+        num_classes: int = 1000,
+        in_chans: int = 3,
+        global_pool: str = "avg",
+        drop_rate: float = 0.0,
+    ) -> None:
+        """Build the network of a width: "x0_5" or "x1_0"."""
+        channels = CHANNELS[width]
+        torchvision.models.ShuffleNetV2.__init__(self, [4, 8, 4], channels)
+        if in_chans != 3:
+            self.conv1[0] = nn.Conv2d(in_chans, channels[0], 3, 2, 1, bias=False)
+        stages = ("conv1", "stage2", "stage3", "stage4")
+        self.set_chain(
+            [("conv1", "maxpool"), ("stage2",), ("stage3",), ("stage4",), ("conv5",)],
+            zip(stages, channels, (2, 8, 16, 32), strict=False),
+        )
+        self.set_head(channels[-1], num_classes, global_pool, drop_rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images to logits."""
+        return Staged.forward(self, x)

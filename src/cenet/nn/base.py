@@ -1,4 +1,4 @@
-"""What CE layers share: the way from input to output, freezing, and argument checks."""
+"""What CE layers share: the way from input to output, freezing, tracing and argument checks."""
 
 from collections.abc import Iterator
 from numbers import Integral, Real
@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 import cenet.nn.fused as fused
 from cenet import functional as F
 from cenet.nn.ranks import Ranks, SyncGroup, gather
 from cenet.nn.statistics import Layout, Statistics, merge, message, of_rank
-from cenet.nn.tracing import call_as_leaf, is_proxy
 
 
 def check(condition: bool, message: str) -> None:
@@ -238,3 +238,19 @@ def ce_layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Equili
         return
     for name, child in module.named_children():
         yield from ce_layers(child, f"{prefix}.{name}" if prefix else name)
+
+
+def is_proxy(x: Any) -> bool:
+    """Whether x stands for a tensor while torch.fx traces a graph."""
+    return isinstance(x, Proxy)
+
+
+def call_as_leaf(module: nn.Module, x: Any, residual: Any = None, act: Any = None) -> Tensor:
+    """Record `module` as one node of a traced graph, and the activation of the caller behind it.
+
+    The forward pass of a CE layer depends on shapes and modes, which a proxy does not have.
+    """
+    name = x.tracer.path_of_module(module)
+    args = (x,) if residual is None else (x, residual)
+    y: Tensor = x.tracer.create_proxy("call_module", name, args, {})
+    return y if act is None else act(y)

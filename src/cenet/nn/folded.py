@@ -8,10 +8,9 @@ from torch import Tensor, nn
 import cenet.nn.fused as fused
 from cenet import functional as F
 from cenet import ops
-from cenet.nn.base import EquilibriumLayer, finish
+from cenet.nn.base import EquilibriumLayer, call_as_leaf, finish, is_proxy
 from cenet.nn.branches import BatchDecorrelation2d, InstanceReweighting2d
 from cenet.nn.equilibrium import ChannelEquilibrium2d
-from cenet.nn.tracing import call_as_leaf, is_proxy
 
 Branch = TypeVar("Branch", bound=EquilibriumLayer)
 

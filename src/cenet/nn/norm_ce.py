@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import cenet.nn.fused as fused
 from cenet import functional as F
-from cenet.nn.base import EquilibriumLayer, finish
+from cenet.nn.base import EquilibriumLayer, call_as_leaf, finish, is_proxy
 from cenet.nn.norms import (
     affine,
     inner_activation,
@@ -19,7 +19,6 @@ from cenet.nn.norms import (
     uses_batch_statistics,
     weight_sign,
 )
-from cenet.nn.tracing import call_as_leaf, is_proxy
 
 
 class NormCE2d(nn.Module):

@@ -10,6 +10,7 @@ from cenet.data.datasets import Encoded, Resident
 from cenet.data.input_spec import InputSpec
 from cenet.data.loaders import evaluation_batches
 from cenet.distributed import Processes, total
+from cenet.evaluating import evaluating, top_hits
 from cenet.train.build import autocast
 from cenet.train.cuda_graphs import GraphedFunction
 from cenet.train.recipes import Recipe
@@ -77,13 +78,11 @@ class Tester:
     @torch.no_grad()
     def __call__(self) -> dict[str, float]:
         """Test the network; all processes must call this."""
-        was_training = self.network.training
-        self.network.eval()
         self._sums.zero_()
-        for images, labels in evaluation_batches(**self._batches):
-            add = self._add_full if len(labels) == self.batch else self._add
-            add(images, labels)
-        self.network.train(was_training)
+        with evaluating(self.network):
+            for images, labels in evaluation_batches(**self._batches):
+                add = self._add_full if len(labels) == self.batch else self._add
+                add(images, labels)
         loss, top1, top5, count = total(self._sums, self.processes).tolist()
         return {"test_loss": loss / count, "test_top1": top1 / count, "test_top5": top5 / count}
 
@@ -91,7 +90,6 @@ class Tester:
         with autocast(self.recipe, self.processes.device):
             logits = self._forward(images).float()
         loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
-        best = logits.topk(min(5, logits.shape[1]), 1).indices == labels[:, None]
-        found = [loss.double(), best[:, 0].sum().double(), best.any(1).sum().double()]
-        self._sums[:3] += torch.stack(found)
+        found = (loss, *top_hits(logits, labels))
+        self._sums[:3] += torch.stack([value.double() for value in found])
         self._sums[3] += len(labels)

@@ -6,7 +6,15 @@ from contextlib import ExitStack
 from datetime import timedelta
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+
+
+def progress_bar(*columns: ProgressColumn | str, shown: bool) -> Progress:
+    """A progress bar on stderr with these columns, and the time that remains behind them."""
+    return Progress(
+        *columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not shown
+    )
+
 
 SILENCE = 60.0  # longest time without a line in a log, in seconds
 
@@ -31,15 +39,12 @@ class TrainingProgress:
     def __enter__(self) -> "TrainingProgress":
         """Start the bar."""
         self._active, self._begun, self._last = self.shown, None, time.monotonic()
-        columns = (
-            TextColumn("epoch {task.fields[epoch]}"),
-            BarColumn(bar_width=20),
-            TextColumn("{task.fields[note]}"),
-            TimeRemainingColumn(),
-        )
         # in a log file, lines of a bar are noise
         self._terminal = self.shown and sys.stderr.isatty()
-        self._bar = Progress(*columns, console=Console(stderr=True), disable=not self._terminal)
+        self._bar = progress_bar(
+            TextColumn("epoch {task.fields[epoch]}"), BarColumn(bar_width=20),
+            TextColumn("{task.fields[note]}"), shown=self._terminal,
+        )  # fmt: skip
         total = self.epochs * self.steps
         self._task = self._bar.add_task("training", total=total, epoch=1, note="")
         self._stack.enter_context(self._bar)

@@ -5,8 +5,7 @@ from typing import Any, Literal, get_args
 
 from typing_extensions import override
 
-from cenet.data.datasets import CorruptionTo, Dataset
-from cenet.data.views import Augment
+from cenet.data.datasets import Augment, CorruptionTo, Dataset
 from cenet.train.training_recipe import INFINITY, RANGES, Ranges, TrainingRecipe, nearest
 
 Block = Literal["plain", "se", "bd", "ir", "ce"]
