@@ -1,4 +1,4 @@
-"""JPEG files decoded by a GPU's decoder, and which of them it can be trusted with."""
+"""Decode JPEG files on a GPU, and decide which files its decoder handles correctly."""
 
 import struct
 from io import BytesIO
@@ -13,21 +13,21 @@ START, END = b"\xff\xd8", b"\xff\xd9"
 ADOBE, SCAN = 0xEE, 0xDA
 # baseline, extended and progressive, all with Huffman codes
 FRAMES = (0xC0, 0xC1, 0xC2)
-# factors of the components of grey images, and of 4:4:4, 4:2:2 and 4:2:0. Grey images with other
-# factors, which mean nothing there, are decoded to other pixels
+# sampling factors of grey images, and of 4:4:4, 4:2:2 and 4:2:0. Grey images with other factors,
+# which should make no difference, are decoded to wrong pixels
 SAMPLING = (b"\x11", b"\x11\x11\x11", b"\x21\x11\x11", b"\x22\x11\x11")
 GREY = 128
-# processes that together decode faster than a GPU does beside a network (docs/training.md)
+# with this many worker processes, CPUs decode faster than a GPU that trains (docs/training.md)
 MANY_WORKERS = 12
 
 
 def choose(asked: Literal["auto", "cpu", "cuda"], device: torch.device, workers: int) -> Decoding:
-    """What decodes the files of a run; ValueError if what was asked for cannot.
+    """Where to decode the files of a run; ValueError if the device asked for cannot.
 
     Args:
-        asked: see `Options`.
-        device: of the run.
-        workers: processes that could decode.
+        asked: the option `decode`; see `Options`.
+        device: device of the run.
+        workers: number of worker processes.
     """
     if asked == "cpu" or (asked == "auto" and workers >= MANY_WORKERS):
         return "cpu"
@@ -40,7 +40,7 @@ def choose(asked: Literal["auto", "cpu", "cuda"], device: torch.device, workers:
 
 
 def _problem(device: torch.device) -> str | None:
-    """Why a device cannot decode; None if a small image shows that it can."""
+    """Why a device cannot decode; None if it decodes a small image correctly."""
     from PIL import Image
 
     if device.type != "cuda":
@@ -57,7 +57,7 @@ def _problem(device: torch.device) -> str | None:
 
 
 def as_tensor(content: bytes) -> Tensor:
-    """The bytes of a file, as the decoder takes them."""
+    """The bytes of a file as a tensor, for the decoder."""
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
@@ -66,24 +66,24 @@ def decode_jpegs(contents: list[Tensor], device: torch.device) -> list[Tensor]:
     from torchvision.io import ImageReadMode, decode_jpeg
 
     with torch.cuda.device(device):
-        # the decoder writes from a stream of its own into memory that this one may still read
+        # the decoder uses a stream of its own, and this one may still read the memory it writes to
         torch.cuda.current_stream().synchronize()
         found: list[Tensor] = decode_jpeg(contents, mode=ImageReadMode.RGB, device=device)
     return found
 
 
 def jpeg_size(content: bytes) -> tuple[int, int] | None:
-    """Height and width of a whole JPEG in grey or YCbCr of 8 bits, which GPUs decode; else None.
+    """Height and width of a complete JPEG in grey or YCbCr with 8 bits; None for other files.
 
-    Of others a GPU's decoder refuses the whole batch, or shows wrong colours, or fills what is
-    missing without a word.
+    For other files the GPU's decoder fails for the whole batch, returns wrong colours, or fills
+    missing parts without an error.
     """
     if not (content.startswith(START) and content.endswith(END)):
         return None
     place, is_rgb = len(START), False
     while place + 4 <= len(content) and content[place] == 0xFF:
         kind, length = content[place + 1], int.from_bytes(content[place + 2 : place + 4], "big")
-        if kind == 0xFF:  # filled up
+        if kind == 0xFF:  # padding before a marker
             place += 1
             continue
         if kind == SCAN or length < 2:

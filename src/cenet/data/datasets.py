@@ -21,14 +21,14 @@ Augment = Literal["none", "crop_flip", "imagenet", "imagenet_colour", "imagenet_
 TRAIN = ("train",)
 TEST = ("test", "val", "validation")
 FORMS: tuple[Literal["tar", "parquet"], ...] = ("tar", "parquet")
-# of one part in one form, {0}; the first that finds files is taken
+# patterns of the files of a part {0} with ending {1}; the first one that matches is used
 PATTERNS = ("{0}/*.{1}", "{0}-*.{1}", "*-{0}-*.{1}", "data/{0}-*.{1}")
 COMPRESSED = ("tar.gz", "tgz", "tar.bz2", "tar.xz", "tar.zst", "tar.lz4")
-# of the shuffle that decides; the same for all runs, which are compared on the same images
+# a constant, so that all runs hold out the same images and can be compared
 HOLDOUT_SEED = 2020
-DIGITS_TEST = 450
+DIGITS_TEST = 450  # number of test images
 CIFAR10_FOLDER = "cifar-10-batches-py"  # the folder in which torchvision stores it
-# a data set of so many bytes of decoded pixels is held in memory
+# largest number of bytes of decoded pixels that are held in memory
 FITS = 4 * 2**30
 
 
@@ -41,7 +41,7 @@ class Resident(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """Images that are read and decoded when they are needed."""
+    """Images in files, which are decoded when they are needed."""
 
     source: Source
     labels: Tensor  # (N,)
@@ -49,12 +49,12 @@ class Encoded(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Training or test images of a folder."""
+    """The training or the test images of a folder, not read yet."""
 
     name: str
     form: Literal["folder", "tar", "parquet"]
-    paths: list[Path]  # of the files, or of the folder
-    names: tuple[str, ...] | None  # of the classes, if a file beside them tells
+    paths: list[Path]  # the files, or the one folder
+    names: tuple[str, ...] | None  # class names from a file beside them
 
 
 class DataSettings(Protocol):
@@ -94,7 +94,7 @@ class DataSettings(Protocol):
 
 
 class Split(NamedTuple):
-    """Training and test images of one kind; held-out training images can stand for the latter."""
+    """Training and test images; with `holdout`, the test images are held-out training images."""
 
     train: Resident | Encoded
     test: Resident | Encoded
@@ -106,7 +106,7 @@ def is_for_files(augment: Augment) -> bool:
 
 
 def digest(data: Split) -> str:
-    """The same for the same images and labels, wherever the files are."""
+    """A digest of images and labels that does not depend on the folder of the files."""
     found = blake2b(digest_size=16)
     for part in data:
         found.update(part.labels.numpy().tobytes())
@@ -121,10 +121,10 @@ def load(recipe: DataSettings, folder: Path | None) -> Split:
     """The data of a recipe; ValueError if it cannot be trained on.
 
     Args:
-        recipe: says which data. With `holdout`, the test images of the result are held-out
-            training images, with the labels they have; those of the folder are not read.
+        recipe: the data settings. With `holdout`, the test images are held-out training images
+            with uncorrupted labels, and the test images of the folder are not read.
         folder: training and test images as `image_folders` takes them, or CIFAR-10 as torchvision
-            stores it. Digits need none.
+            stores it; None for the digits.
     """
     split = _load(recipe, folder) if recipe.holdout == 0 else _load_held_out(recipe, folder)
     train = split.train
@@ -140,7 +140,7 @@ def load(recipe: DataSettings, folder: Path | None) -> Split:
 
 
 def load_test(recipe: DataSettings, folder: Path | None) -> Resident | Encoded:
-    """The test images of a recipe; `folder` needs no others."""
+    """The test images of a recipe; `folder` need not hold training images."""
     if folder is not None and folder.is_dir() and find_part(folder, TRAIN) is None:
         test = find_part(folder, TEST)
         if test is not None:
@@ -149,14 +149,14 @@ def load_test(recipe: DataSettings, folder: Path | None) -> Resident | Encoded:
 
 
 def _load_held_out(recipe: DataSettings, folder: Path | None) -> Split:
-    """The training images in two parts: those to train on, and those that are held out."""
+    """The training images, split into those to train on and those that are held out."""
     data = _load_train(recipe, folder)
     held = held_out(data.labels, recipe.holdout, data.classes)
     return Split(_selected(data, ~held), _selected(data, held))
 
 
 def _load_train(recipe: DataSettings, folder: Path | None) -> Resident | Encoded:
-    """The training images of a recipe; `folder` needs no others."""
+    """The training images of a recipe; `folder` need not hold test images."""
     if recipe.dataset == "digits" or folder is None:
         return _load(recipe, folder).train
     check_place(folder)
@@ -169,7 +169,7 @@ def _load_train(recipe: DataSettings, folder: Path | None) -> Resident | Encoded
 
 
 def _selected(data: Resident | Encoded, mask: Tensor) -> Resident | Encoded:
-    """The images where the mask is True, in their order."""
+    """The images where the mask is True, in the same order."""
     if isinstance(data, Resident):
         return data._replace(images=data.images[mask], labels=data.labels[mask])
     source = Subset(data.source, mask.nonzero().flatten().tolist())
@@ -194,7 +194,7 @@ def _is_resident(recipe: DataSettings) -> bool:
 
 
 def digits() -> Split:
-    """Scikit-learn's 1,797 digits of 8×8 pixels: 1,347 to train on and 450 to test."""
+    """Scikit-learn's 1,797 digits of 8×8 pixels: 1,347 training and 450 test images."""
     require("demo")
     from sklearn.datasets import load_digits
 
@@ -215,7 +215,7 @@ def cifar10(folder: Path) -> Split:
 
 
 def _cifar10(folder: Path, *, train: bool) -> Resident:
-    """The training or the test images; the files of the other part are not opened."""
+    """The training or the test images of CIFAR-10; files of the other part are not opened."""
     from torchvision import datasets
 
     whole: Any = datasets.CIFAR10
@@ -230,14 +230,14 @@ def _cifar10(folder: Path, *, train: bool) -> Resident:
 
 
 def image_folders(folder: Path, size: int, *, resident: bool) -> Split:
-    """Training images, and test images from `test`, `val` or `validation`.
+    """Training and test images of a folder; test images may be called `val` or `validation`.
 
     Args:
         folder: holds folders of classes, `train/CLASS/*`; or tar files as WebDataset writes them,
             `train/*.tar` or `train-*.tar`; or parquet files of the Hugging Face hub,
             `train-*.parquet` or `data/train-*.parquet`.
-        size: height and width to train with.
-        resident: hold the images in memory if they have that size and fit.
+        size: height and width of images in training.
+        resident: hold the images in memory if they have that size and fit into it.
 
     Raises:
         ValueError: a part is missing or empty, the classes differ, or an image cannot be read.
@@ -267,7 +267,7 @@ def image_folders(folder: Path, size: int, *, resident: bool) -> Split:
 
 
 def check_place(folder: Path) -> None:
-    """ValueError if it is no folder of this machine."""
+    """Raise ValueError unless `folder` is a folder on this machine."""
     if re.match(r"[a-z][a-z0-9+.-]+:", str(folder)):
         raise ValueError(
             f"--data {folder} is not on this machine; images are read in any order, so download "
@@ -278,10 +278,12 @@ def check_place(folder: Path) -> None:
 
 
 def find_part(folder: Path, names: tuple[str, ...]) -> Part | None:
-    """The first of the parts that a folder has, as folders of classes or in files that hold many.
+    """The first of the named parts that a folder has, or None.
+
+    A part is folders of classes, or tar or parquet files.
 
     Raises:
-        ValueError: it has compressed tar files alone.
+        ValueError: the part is in compressed tar files, which cannot be read in any order.
     """
     for name in names:
         own = folder / name
@@ -315,13 +317,13 @@ def _encoded(part: Part) -> Encoded:
 
 
 def _in_memory(files: Encoded, size: int, *, resident: bool) -> Resident | Encoded:
-    """Images of the size are read into memory, as those of `image_folders`."""
+    """Read images into memory if they fit and have the size, as `image_folders` does."""
     fits = resident and len(files.labels) * 3 * size * size <= FITS
     return decoded(files, size) if fits and _has_size(files, size) else files
 
 
 def image_files(folder: Path) -> Encoded:
-    """The images of `folder/CLASS/*`, classes and files in order of their names."""
+    """The images of `folder/CLASS/*`, classes and files in alphabetical order."""
     classes = sorted(
         entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != "."
     )
@@ -341,26 +343,26 @@ def image_files(folder: Path) -> Encoded:
 
 
 def decoded(files: Encoded, size: int) -> Resident:
-    """The images in memory; ValueError that names those that are damaged or of another size."""
+    """Decode all images; ValueError that lists images that are damaged or of another size."""
     return Resident(read_all(files.source, size), files.labels, files.classes)
 
 
 def _has_size(files: Encoded, size: int) -> bool:
-    """Whether the first image has it."""
+    """Whether the first image has this height and width."""
     return tuple(decode(files.source, 0).size) == (size, size)
 
 
 def held_out(labels: Tensor, share: float, classes: Sequence[str]) -> Tensor:
-    """Which images are held out: a mask, (N,) in bool.
+    """A mask of the images to hold out, (N,) in bool.
 
-    The N places of the training set are shuffled in an order that depends on N alone. Of a class
-    with n images, the first round(share · n) in that order are held out, and one at least. A larger
-    share holds out the same images and more.
+    The N images are shuffled in an order that depends on N only. Of a class with n images, the
+    first round(share · n) in that order are held out, and at least one. A larger share holds out
+    the same images and more.
 
     Args:
-        labels: class numbers of the training images in their order, (N,).
-        share: of each class to hold out, more than 0 and less than 1.
-        classes: their names, for the message.
+        labels: class numbers of the training images, (N,).
+        share: share of each class to hold out, more than 0 and less than 1.
+        classes: names of the classes, for messages.
 
     Raises:
         ValueError: a class would have no image left to train on.
@@ -382,14 +384,14 @@ def held_out(labels: Tensor, share: float, classes: Sequence[str]) -> Tensor:
 
 
 def corrupt(labels: Tensor, share: float, classes: int, seed: int, *, to: CorruptionTo) -> Tensor:
-    """A copy in which round(share · N) labels are replaced by random ones.
+    """A copy of the labels in which round(share · N) are replaced by random ones.
 
     Args:
         labels: class numbers, (N,).
-        share: of the labels to replace.
+        share: share of the labels to replace.
         classes: number of classes.
-        seed: of the choice; the same places are chosen for both values of `to`.
-        to: draw each new label evenly from the "other" classes, or from "any".
+        seed: seed of the choice; both values of `to` replace the same labels.
+        to: draw new labels uniformly from the "other" classes, or from "any" class.
     """
     generator = torch.Generator().manual_seed(seed)
     count = round(share * len(labels))

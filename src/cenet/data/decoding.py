@@ -18,7 +18,7 @@ from cenet.data.workers import untouched
 
 
 def read(source: Source, index: int) -> bytes:
-    """The bytes of an image file; ValueError that says where it is if they cannot be read."""
+    """The bytes of an image file; ValueError that names its place if it cannot be read."""
     try:
         return source.read(index)
     except OSError as error:
@@ -26,7 +26,7 @@ def read(source: Source, index: int) -> bytes:
 
 
 def decode(source: Source, index: int) -> Any:
-    """An image of a source in RGB; ValueError that says where it is if it is damaged."""
+    """An image of a source in RGB; ValueError that names its place if it is damaged."""
     return _opened(BytesIO(read(source, index)), source.where(index))
 
 
@@ -41,7 +41,7 @@ def _opened(content: Path | BytesIO, where: str) -> Any:
     try:
         with Image.open(content) as image:
             return eight_bits(image).convert("RGB")
-    except UnidentifiedImageError as error:  # whose text is about where the bytes came from
+    except UnidentifiedImageError as error:  # its own message names the buffer, not the file
         raise ValueError(
             f"{where} is not an image that can be read: its format is not known"
         ) from error
@@ -50,7 +50,7 @@ def _opened(content: Path | BytesIO, where: str) -> Any:
 
 
 def eight_bits(image: Any) -> Any:
-    """An image whose values are 0 to 255; Pillow's own conversion clips larger ones."""
+    """The image with values from 0 to 255; Pillow's own conversion would clip 16-bit values."""
     from PIL import Image
 
     if image.mode == "F":
@@ -63,19 +63,19 @@ def eight_bits(image: Any) -> Any:
     return Image.fromarray((values // 257).astype(numpy.uint8))
 
 
-# processes are started for that many images each, at least
+# smallest number of images for which a process is started
 SHARE = 2000
 
 
 def read_all(source: Source, size: int) -> Tensor:
-    """All images, (N, 3, size, size) in uint8.
+    """All images of a source, (N, 3, size, size) in uint8, decoded by one process per core.
 
     Raises:
-        ValueError: with the names of those that are damaged or of another size.
+        ValueError: images are damaged or of another size; the message lists some of them.
     """
     count = len(source)
     shape = (count, 3, size, size)
-    # of this process and those it starts
+    # shared with the processes that are started
     memory = mmap.mmap(-1, count * 3 * size * size)
     images = numpy.frombuffer(memory, numpy.uint8).reshape(shape)
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
@@ -92,7 +92,7 @@ def read_all(source: Source, size: int) -> Tensor:
 
 
 def _read(source: Source, places: range, images: Any) -> list[str]:
-    """Put images in their places; what is wrong with the others."""
+    """Decode some images into their places of `images`, and return the problems of the others."""
     size = images.shape[-1]
     problems = []
     for i in places:
@@ -110,10 +110,10 @@ def _read(source: Source, places: range, images: Any) -> list[str]:
 
 
 def _read_by_processes(source: Source, parts: list[range], images: Any) -> list[str]:
-    """The same by a process for each part.
+    """`_read` with one forked process for each part.
 
-    They are forked, and use nothing but Pillow and what the source needs, all of which is imported
-    before: other threads of this process may be in the middle of an import.
+    The processes import nothing: Pillow and the packages of the source are imported before the
+    fork, because another thread may hold the lock of an import at that moment.
     """
     from PIL import Image
 
@@ -131,7 +131,7 @@ def _read_by_processes(source: Source, parts: list[range], images: Any) -> list[
             for helper in helpers:
                 helper.start()
         for _, sender in pipes:
-            sender.close()  # so that the death of a process is the end of its pipe
+            sender.close()  # so that the pipe ends when its process dies
         return [problem for receiver, _ in pipes for problem in receiver.recv()]
     except EOFError as error:
         raise ValueError(

@@ -1,6 +1,6 @@
-"""Batches in an order that depends on seed and epoch alone, from any position of an epoch.
+"""Batches of images, from any step of an epoch on.
 
-What happens to an image in an epoch depends on nothing else either: not on the number of workers or
+Order and augmentation depend only on seed, epoch and image: not on the number of workers or
 processes, and not on where a run was interrupted.
 """
 
@@ -25,30 +25,30 @@ from cenet.data.workers import loaded
 
 Batch = tuple[Tensor, Tensor]  # normalized images and labels on the device
 
-# of images in memory that are prepared together: a few small kernels for each step would take long
+# values of images in memory that are augmented together: launching kernels for each step is slow
 VALUES = 2**24
 
 
 class Loader(Protocol):
-    """Training batches.
+    """A loader of training batches.
 
     Attributes:
-        decoding: what decodes files; None for images in memory.
+        decoding: where files are decoded; None for images in memory.
     """
 
     decoding: Decoding | None
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """Batches from step `start` of an epoch."""
+        """Batches of an epoch, from step `start` on."""
         ...
 
     def end(self) -> None:
-        """End what prepares batches ahead; an epoch can begin again all the same."""
+        """Stop preparing batches; `epoch` can be called again afterwards."""
         ...
 
 
 class ResidentLoader:
-    """Images on the device, cropped and flipped there."""
+    """A loader of images that stay on the device and are cropped and flipped there."""
 
     decoding: Decoding | None = None
 
@@ -75,7 +75,7 @@ class ResidentLoader:
         self.mean, self.std = inputs.statistics(device)
 
     def end(self) -> None:
-        """See `Loader`: nothing is."""
+        """Do nothing: no batches are prepared ahead."""
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """See `Loader`."""
@@ -94,7 +94,7 @@ class ResidentLoader:
             yield from zip(*parts, strict=True)
 
     def _moves(self, epoch: int) -> Tensor:
-        """Top, left and whether to flip, (N, 3), in the order of the epoch."""
+        """Top, left and flip of each image, (N, 3), in the order of the epoch."""
         if self.augment == "none":
             return torch.zeros(self.shard.count, 3, dtype=torch.long)
         generator = torch.Generator().manual_seed(seed_of("moves", self.seed, epoch))
@@ -103,7 +103,7 @@ class ResidentLoader:
         return torch.stack([*corners, torch.randint(2, shape, generator=generator)], 1)
 
     def _cropped(self, chosen: Tensor, moves: Tensor) -> Tensor:
-        """(B, H, W, C) in uint8."""
+        """The images, cropped and flipped, (B, H, W, C) in uint8."""
         if self.augment == "none":
             return self.images[chosen]
         height, width = self.size
@@ -115,15 +115,15 @@ class ResidentLoader:
 
 
 class Reading(NamedTuple):
-    """How batches of files come to the device.
+    """Reads batches of image files onto a device.
 
     Attributes:
         data: the files.
-        viewing: what is shown of an image.
-        finish: from pixels on the device to what a network takes.
-        device: of the run.
-        workers: processes that decode, or read for a decoder on the device.
-        decoding: what decodes.
+        viewing: chooses the views of images.
+        finish: normalizes pixels on the device.
+        device: device of the run.
+        workers: number of processes that decode, or that read files for the GPU's decoder.
+        decoding: where files are decoded.
     """
 
     data: Encoded
@@ -134,7 +134,7 @@ class Reading(NamedTuple):
     decoding: Decoding
 
     def batches(self, items: Iterable[list[Item]]) -> Generator[Batch, None, None]:
-        """Batches of these images; what prepares them ends with the generator."""
+        """Batches of these images; processes and threads end with the generator."""
         if resizes(self.device):
             on_gpu = self.decoding == "cuda"
             pipeline = Pipeline(
@@ -151,12 +151,12 @@ class Reading(NamedTuple):
 
 
 def resizes(device: torch.device) -> bool:
-    """Whether a device crops and resizes; on a CPU the processes that decode do."""
+    """Whether the device crops and resizes; on a CPU, the worker processes do."""
     return device.type == "cuda"
 
 
 class _Images(Dataset[tuple[Tensor, int]]):
-    """Files, decoded on the CPU; the chance in it depends on seed, epoch and image alone."""
+    """Views of image files, decoded on the CPU."""
 
     def __init__(self, files: Encoded, viewing: Viewing) -> None:
         self.files, self.viewing = files, viewing
@@ -169,7 +169,7 @@ class _Images(Dataset[tuple[Tensor, int]]):
 
 
 class FilesLoader:
-    """Batches of files, prepared ahead from one epoch to the next."""
+    """A loader of image files that prepares batches ahead, across the ends of epochs."""
 
     def __init__(self, plan: Plan, reading: Reading) -> None:
         """Start nothing yet."""
@@ -179,7 +179,7 @@ class FilesLoader:
         self._next: tuple[int, int] | None = None  # epoch and step of the stream
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """See `Loader`. Those who leave before the last step end what prepares the next."""
+        """See `Loader`. Leaving before the last step stops the preparation of batches."""
         step = start
         try:
             while step < self.plan.steps:
@@ -224,14 +224,12 @@ def training_loader(
     Args:
         recipe, data, inputs, shard, device, channels_last: as their names say.
         workers: see `Reading`.
-        steps: of an epoch that will be asked for; by default all.
+        steps: number of steps of an epoch that will be used; by default all.
         decode: see `Options`.
     """
     if isinstance(data, Resident):
         if decode == "cuda":
-            choose(
-                decode, device, workers
-            )  # refuses what cannot be, though nothing is left to decode
+            choose(decode, device, workers)  # raises if the GPU cannot, though nothing is decoded
         return ResidentLoader(
             data, inputs, shard, augment=recipe.augment, seed=recipe.seed, device=device,
             channels_last=channels_last,
@@ -256,7 +254,7 @@ def evaluation_batches(
     world: int = 1,
     decode: Literal["auto", "cpu", "cuda"] = "cpu",
 ) -> Iterator[Batch]:
-    """All test images of this process once, in order."""
+    """Batches of all test images of this process, in order."""
     if isinstance(data, Encoded):
         finish = Normalization(inputs, device, channels_last=channels_last)
         viewing = Viewing(None, size)

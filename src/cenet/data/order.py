@@ -1,4 +1,4 @@
-"""Which images each step takes; it depends on seed and epoch alone, from any position on."""
+"""The order of the images: which ones a step uses, as a function of seed, epoch and step only."""
 
 from collections.abc import Iterator
 from hashlib import sha256
@@ -7,26 +7,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-Item = tuple[int, int]  # epoch, and number of an image
+Item = tuple[int, int]  # epoch and number of an image
 
 
 def seed_of(*parts: int | str) -> int:
-    """A seed that depends on all parts."""
+    """A seed computed from all parts."""
     digest = sha256(repr(parts).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
-    """A permutation of the images."""
+    """The permutation of the images in an epoch."""
     generator = torch.Generator().manual_seed(seed_of("order", seed, epoch))
     return torch.randperm(count, generator=generator)
 
 
 class Shard:
-    """Which images a process takes in each step."""
+    """The part of each epoch that one of several processes uses."""
 
     def __init__(self, count: int, batch: int, *, rank: int = 0, world: int = 1) -> None:
-        """Of `count` images, `batch` per process and step; the rest of an epoch is left out."""
+        """Divide `count` images into steps of `batch` images per process; a rest is not used."""
         self.count, self.batch, self.rank, self.world = count, batch, rank, world
         if count < batch * world:
             raise ValueError(
@@ -36,23 +36,23 @@ class Shard:
 
     @property
     def steps(self) -> int:
-        """Steps of an epoch."""
+        """Number of steps of an epoch."""
         return self.count // (self.batch * self.world)
 
     def places(self, step: int) -> slice:
-        """Places in the order of an epoch that this process takes in a step."""
+        """Positions in the order of an epoch that this process uses in a step."""
         start = (step * self.world + self.rank) * self.batch
         return slice(start, start + self.batch)
 
 
 class Plan(NamedTuple):
-    """The steps of a whole run, epoch after epoch.
+    """All steps of a run.
 
     Attributes:
         shard: the images of each step.
-        seed: of the order.
-        epochs: of the run.
-        steps: of an epoch that the run takes, at most those of the shard.
+        seed: seed of the order.
+        epochs: number of epochs of the run.
+        steps: number of steps per epoch that the run uses, at most those of the shard.
     """
 
     shard: Shard
@@ -61,14 +61,14 @@ class Plan(NamedTuple):
     steps: int
 
     def batches(self, epoch: int, step: int) -> Iterator[list[Item]]:
-        """The images of each step from this one to the end of the run."""
+        """The images of each step, from this one to the end of the run."""
         for number in range(epoch, max(self.epochs, epoch + 1)):
             order = epoch_order(self.shard.count, self.seed, number)
             for place in range(step if number == epoch else 0, self.steps):
                 yield [(number, index) for index in order[self.shard.places(place)].tolist()]
 
     def after(self, epoch: int, step: int) -> tuple[int, int] | None:
-        """Epoch and step that come next; None at the end of the run."""
+        """The next epoch and step; None at the end of the run."""
         if step + 1 < self.steps:
             return epoch, step + 1
         return (epoch + 1, 0) if epoch + 1 < self.epochs else None

@@ -1,7 +1,7 @@
 """Images in parquet files as the Hugging Face hub stores them, read by number.
 
-The datasets library would first write a copy of all of them to a cache in the home folder; pyarrow
-reads the files where they are, a row group at a time, and each process keeps the latest of those.
+The datasets library would first copy all images to a cache in the home folder. Here pyarrow reads
+the files directly, one row group at a time, and each process keeps the row groups it used last.
 """
 
 import errno
@@ -19,12 +19,12 @@ from torch import Tensor
 from cenet.data.sources import labels_and_classes
 from cenet.extras import require
 
-# bytes of row groups that a process keeps
+# largest size of the row groups that a process keeps, in bytes
 KEPT = 128 * 2**20
 
 
 class Columns(NamedTuple):
-    """What is where in a row."""
+    """The columns of image, file name and label."""
 
     image: str  # path of the column of bytes
     file: str | None  # path of the column of file names
@@ -33,26 +33,27 @@ class Columns(NamedTuple):
 
 
 class Group(NamedTuple):
-    """A row group of a file."""
+    """A row group of a parquet file."""
 
     path: Path
     number: int
-    start: int  # its first row, counted from the beginning of the file
+    start: int  # number of its first row in the file
     rows: int
-    size: int  # bytes of images
+    size: int  # bytes of its images
 
 
 class ParquetRows:
-    """Images in the order of the files and of their rows."""
+    """A source of images in parquet files, in the order of the files and of their rows."""
 
     def __init__(self, groups: list[Group], columns: Columns) -> None:
-        """Of these row groups."""
+        """The images of these row groups."""
         self.groups, self.columns = groups, columns
-        self.starts = [0, *accumulate(group.rows for group in groups)]  # in numbers of images
-        self.kept: dict[int, _Kept] = {}  # by process: a lock that was held in a fork stays so
+        # number of the first image of each row group
+        self.starts = [0, *accumulate(group.rows for group in groups)]
+        self.kept: dict[int, _Kept] = {}  # by process id: a fork may copy a lock that is held
 
     def __reduce__(self) -> tuple[type["ParquetRows"], tuple[list[Group], Columns]]:
-        """For processes that are not forked."""
+        """Pickle for processes that are not forked."""
         return ParquetRows, (self.groups, self.columns)
 
     def __len__(self) -> int:
@@ -60,7 +61,7 @@ class ParquetRows:
         return self.starts[-1]
 
     def names(self) -> Iterator[str]:
-        """See `Source`: parquet file, row, and the name of the image if it has one."""
+        """Name of the parquet file, row, and file name of the image if it has one."""
         for group in self.groups:
             files = [None] * group.rows
             if self.columns.file is not None:
@@ -83,20 +84,20 @@ class ParquetRows:
         return bytes(content)
 
     def _place(self, index: int) -> tuple[int, int]:
-        """Row group of an image, and row in it."""
+        """The row group of an image, and the row in it."""
         group = bisect_right(self.starts, index) - 1
         return group, index - self.starts[group]
 
 
 class _Kept:
-    """The row groups that a process has read last, for all its threads."""
+    """The row groups that a process used last, shared by its threads."""
 
     def __init__(self) -> None:
         self.lock = Lock()
-        self.slots: dict[int, _Slot] = {}  # the latest last
+        self.slots: dict[int, _Slot] = {}  # in order of their last use
 
     def images(self, key: int, group: Group, column: str) -> Any:
-        """The images of a row group, which one thread reads while others wait for it."""
+        """The images of a row group; one thread reads them while others wait."""
         with self.lock:
             slot = self.slots.pop(key, None) or _Slot(group.size)
             self.slots[key] = slot
@@ -109,7 +110,7 @@ class _Kept:
 
 
 class _Slot:
-    """A row group, once it is read."""
+    """The images of a row group, None until they are read."""
 
     def __init__(self, size: int) -> None:
         self.size, self.lock = size, Lock()
@@ -123,12 +124,12 @@ def parquet_images(
 
     Args:
         paths: files in order.
-        names: of the classes in order of number, if the files do not tell.
+        names: names of the classes in order of their numbers, used if the files have none.
 
     Raises:
         MissingExtraError: pyarrow is not installed.
         ValueError: a file is damaged, empty or without one of the columns, or
-            an image has no label that can be used.
+            an image has no usable label.
     """
     require("data")
     import pyarrow.parquet
@@ -160,7 +161,7 @@ def parquet_images(
 
 
 def _columns(schema: Any, path: Path) -> Columns:
-    """The columns of a file by their types, and by their names where types leave a choice."""
+    """Find the columns of a file by their types, and by their names if several have the type."""
     import pyarrow.types as types
 
     features = _features(schema, path)
@@ -185,7 +186,7 @@ def _columns(schema: Any, path: Path) -> Columns:
 
 
 def _features(schema: Any, path: Path) -> dict[str, Any]:
-    """What the datasets library wrote about columns."""
+    """The features that the datasets library recorded for the columns."""
     try:
         about = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
         features = about["info"]["features"] if about else {}
@@ -216,7 +217,7 @@ def _chosen(names: list[str], preferred: str, path: Path, schema: Any) -> str:
 
 
 def _holds_bytes(kind: Any) -> bool:
-    """Whether a column is of bytes, or has a part `bytes` that is."""
+    """Whether a column holds bytes, or structs with a field `bytes`."""
     import pyarrow.types as types
 
     if types.is_struct(kind):
@@ -249,12 +250,12 @@ def _groups(metadata: Any, path: Path, column: str) -> list[Group]:
 
 
 def _column(group: Group, column: str) -> Any:
-    """A column of a row group; OSError if it cannot be read."""
+    """Read a column of a row group; OSError if that fails."""
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(group.path) as file:
-            # threads of pyarrow would not be there after a fork
+            # threads of pyarrow do not survive a fork
             table = file.read_row_group(group.number, [column], use_threads=False)
     except (pyarrow.ArrowException, OSError) as error:
         raise OSError(errno.EIO, f"its row group is damaged: {_said(error)}") from error

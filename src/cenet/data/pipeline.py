@@ -1,10 +1,10 @@
-"""Batches whose images are cropped and resized on the device of the run, and decoded there or not.
+"""Batches of image files that are cropped and resized on the device, and decoded there if it can.
 
-Processes read the files. Without a decoder on the device they decode them too, and hand over the
-pixels that are needed: resizing would take them as long as decoding does. A few threads do the
-rest: many would spend their time waiting for Python's lock. Each prepares one batch at a time and
-is given the next when one is taken, so that they are idle, or about to be, whenever somebody ends
-them.
+Worker processes read the files. Without a decoder on the device they also decode them, and pass on
+the pixels that are needed; resizing would take them as long as decoding does. A few threads of the
+main process do the rest; more threads would mostly wait for Python's lock. Each thread prepares one
+batch at a time and gets the next when a batch is taken, so threads are idle, or soon will be, when
+the pipeline ends.
 """
 
 import warnings
@@ -32,40 +32,40 @@ from cenet.data.workers import loaded
 
 Decoder = Callable[[list[Tensor]], list[Tensor]]
 
-# that prepare batches
+# number of threads that prepare batches
 THREADS = 2
-# batches that are being prepared or are ready
+# number of batches that are being prepared or ready
 AHEAD = 4
-# of images that are decoded in one call
+# largest number of pixels that are decoded in one call
 PIXELS = 2**28
-# as many times the pixels that are shown are resized before they are moved
+# parts with more than this many times the pixels of a view are resized by the worker
 LARGE = 4
 
 
 class _File(NamedTuple):
-    """An image file as it was read, and what is shown of it."""
+    """An image file as it was read, and its view."""
 
     number: int
-    pixels: int  # that it takes when it is decoded on the device
+    pixels: int  # number of pixels to decode on the device
     view: View
-    shape: tuple[int, int] | None  # of its pixels; None if it is not decoded yet
-    content: Tensor  # bytes, or pixels, (height, width, 3)
+    shape: tuple[int, int] | None  # height and width of the pixels; None if not decoded yet
+    content: Tensor  # bytes of the file, or pixels (height, width, 3)
 
 
 @dataclass
 class _Batch:
-    """Files on their way from one process to another, in one tensor instead of hundreds."""
+    """Files packed into one tensor, which is faster to pass between processes than hundreds."""
 
     files: list[_File]  # without content
     lengths: list[int]
     content: Tensor
 
     def pin_memory(self) -> "_Batch":
-        """The same in memory that a GPU can copy from by itself; called by `DataLoader`."""
+        """The batch in pinned memory; called by `DataLoader`."""
         return _Batch(self.files, self.lengths, self.content.pin_memory())
 
     def unpacked(self, device: torch.device) -> list[_File]:
-        """The files with their content, pixels on the device."""
+        """The files with their content; pixels are moved to the device."""
         encoded = decoded = torch.split(self.content, self.lengths)
         if any(file.shape is not None for file in self.files):
             moved = self.content.to(device, non_blocking=True)
@@ -87,10 +87,10 @@ def _packed(files: list[_File]) -> _Batch:
 
 
 class _Files(Dataset[_File]):
-    """Files, read; those that are not for the GPU's decoder are decoded and cropped here."""
+    """Image files; those that the GPU's decoder cannot handle are decoded and cropped here."""
 
     def __init__(self, data: Encoded, viewing: Viewing, *, encoded: bool) -> None:
-        """Leave files for a decoder on the device if they are wanted `encoded`."""
+        """`encoded` leaves JPEG files to the decoder on the device."""
         self.data, self.viewing, self.encoded = data, viewing, encoded
 
     def __getitem__(self, item: Item) -> _File:
@@ -106,9 +106,9 @@ class _Files(Dataset[_File]):
         return _File(number, 0, *self._part(image, view))
 
     def _part(self, image: Any, view: View) -> tuple[View, tuple[int, int], Tensor]:
-        """What is left to do of a view, and the pixels it needs.
+        """The view that the device still has to apply, and height, width and pixels of its input.
 
-        The device resizes them, unless they are too many to be moved there.
+        The device resizes, unless there are too many pixels to move.
         """
         size = self.viewing.size
         top, left, height, width = view.box
@@ -122,7 +122,7 @@ class _Files(Dataset[_File]):
 
 
 class _Ready(NamedTuple):
-    """A batch on the device, once what is queued there has been done."""
+    """A batch on the device; `done` is the event after the work that is queued for it."""
 
     images: Tensor
     labels: Tensor
@@ -130,7 +130,7 @@ class _Ready(NamedTuple):
 
 
 class Pipeline:
-    """What becomes of a batch of numbers of images."""
+    """Turns lists of image numbers into batches on the device."""
 
     def __init__(
         self,
@@ -146,17 +146,17 @@ class Pipeline:
 
         Args:
             data: the files.
-            viewing: what is shown of an image.
-            finish: from pixels on the device to what a network takes.
-            decoder: from bytes of JPEG files to pixels on the device; RuntimeError if it cannot.
-                None has the processes decode.
-            device: where batches are needed.
-            workers: processes that read files, or decode them.
+            viewing: chooses the views of images.
+            finish: normalizes pixels on the device.
+            decoder: decodes JPEG files on the device, or raises RuntimeError; None leaves decoding
+                to the worker processes.
+            device: device of the batches.
+            workers: number of processes that read or decode files.
         """
         self.data, self.viewing, self.finish = data, viewing, finish
         self.decoder, self.device, self.workers = decoder, device, workers
         make: Any = torch.cuda.Stream
-        # their few kernels go before those of the network, which would have them wait for a step
+        # high priority: otherwise their few kernels would wait for a whole step of the network
         self.streams = [
             make(device, priority=-1) if device.type == "cuda" else None for _ in range(THREADS)
         ]
@@ -165,7 +165,7 @@ class Pipeline:
         """Images and labels; processes and threads end when this generator does."""
         files = _Files(self.data, self.viewing, encoded=self.decoder is not None)
         threads = ThreadPoolExecutor(THREADS, "cenet prepares")
-        # also when Python ends while somebody, a traceback for one, keeps this generator
+        # also if Python exits while a traceback still refers to this generator
         end = Finalize(None, _end, (threads,), exitpriority=0)
         streams = cycle(self.streams)
         ready: deque[Future[_Ready]] = deque()
@@ -200,7 +200,7 @@ class Pipeline:
         return _Ready(images, labels, done)
 
     def _decoded(self, files: list[_File]) -> list[Tensor]:
-        """Pixels on the device, (3, height, width) each."""
+        """Decoded images on the device, (3, height, width) each."""
         encoded = [file for file in files if file.shape is None]
         decoded = iter(
             self._decoded_there(self.decoder, encoded) if self.decoder and encoded else []
@@ -222,14 +222,14 @@ class Pipeline:
             return found
 
     def _decoded_here(self, number: int) -> Tensor:
-        """The same by Pillow; ValueError that names the file if it is damaged."""
+        """An image decoded by Pillow; ValueError that names the file if it is damaged."""
         from torchvision.transforms.functional import pil_to_tensor
 
         pixels: Tensor = pil_to_tensor(decode(self.data.source, number))
         return pixels.to(self.device)
 
     def _taken(self, ready: _Ready) -> tuple[Tensor, Tensor]:
-        """A batch for the stream of the caller."""
+        """Hand a batch over to the stream of the caller."""
         if ready.done is not None:
             current = torch.cuda.current_stream(self.device)
             current.wait_event(ready.done)
@@ -239,7 +239,7 @@ class Pipeline:
 
 
 def _coloured(images: Tensor, views: list[View]) -> Tensor:
-    """Images with the colours that their views move, in float32; as they are if none does."""
+    """Add the colours of the views, in float32; return the images unchanged if there are none."""
     colours = [view.colour for view in views if view.colour is not None]
     if not colours:
         return images
@@ -247,12 +247,12 @@ def _coloured(images: Tensor, views: list[View]) -> Tensor:
 
 
 def _end(threads: ThreadPoolExecutor) -> None:
-    """End threads as soon as they have done what they are at."""
+    """End the threads after the batches that they are preparing."""
     threads.shutdown(cancel_futures=True)
 
 
 def _groups(files: list[_File]) -> Iterator[list[_File]]:
-    """Files whose pixels fit in memory together."""
+    """Split files into groups whose pixels fit in memory together."""
     group: list[_File] = []
     pixels = 0
     for file in files:

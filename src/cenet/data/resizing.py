@@ -1,8 +1,8 @@
-"""Views of images of many sizes at once, on their device: bilinear, with antialiasing.
+"""Crop and resize images of many sizes at once on their device: bilinear, with antialiasing.
 
-A view is two matrix products, rows · image · columnsᵀ. Each row of a matrix weighs the pixels that
-one pixel of the result is made of: by a triangle around its centre as wide as the image shrinks,
-inside the part that is shown, so that the weights add up to 1.
+A view is two matrix products, rows · image · columnsᵀ. Each row of a matrix holds the weights of
+the pixels that make up one pixel of the result: a triangle around its centre, as wide as the scale,
+cut off at the edges of the part that is shown and normalized to 1.
 """
 
 import math
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from cenet.data.views import View
 
-# of images that are worked on at once, each as large as the largest of them
+# pixels of the images that are resized together, each padded to the largest of them
 PIXELS = 2**26
 ALIGNED = 8
 
 
 def resized(images: list[Tensor], views: list[View], size: int) -> Tensor:
-    """What is shown of each image, (N, C, size, size), not rounded; float16 on a GPU.
+    """The view of each image, (N, C, size, size), not rounded; float16 on a GPU.
 
     Args:
         images: (C, H, W) each, with the same channels, on one device.
@@ -40,7 +40,7 @@ def resized(images: list[Tensor], views: list[View], size: int) -> Tensor:
 
 
 def _chunks(views: list[View]) -> Iterator[list[int]]:
-    """Numbers of views whose parts are padded to the same size, similar ones together."""
+    """Indices of views that are resized together, views of similar size in one chunk."""
     chosen: list[int] = []
     height = width = 0
     for i in sorted(range(len(views)), key=lambda i: views[i].box[2] * views[i].box[3]):
@@ -54,7 +54,7 @@ def _chunks(views: list[View]) -> Iterator[list[int]]:
 
 
 def _room(length: int) -> int:
-    """At least one more than a length, as matrix products like it."""
+    """A multiple of 8 larger than the length, which makes matrix products fast."""
     return (length // ALIGNED + 1) * ALIGNED
 
 
@@ -62,10 +62,10 @@ def _resized(images: list[Tensor], views: list[View], size: int, dtype: torch.dt
     """(N, size, C, size)."""
     count, channels, device = len(images), len(images[0]), images[0].device
     height, width = (_room(max(view.box[axis] for view in views)) for axis in (2, 3))
-    # before there is work on the device for which the copy would wait
+    # copied first: later, the copy would wait for work queued on the device
     numbers = torch.tensor([(*v.box[2:], *v.scaled, *v.corner, v.flip) for v in views])
     heights, widths, rows, columns, tops, lefts, flips = numbers.to(device).unbind(1)
-    # zeros: what is no number there would stay so under a weight of 0
+    # zeros, because 0 · NaN would be NaN
     padded = torch.zeros(count, height, channels, width, dtype=dtype, device=device)
     _copy_parts(padded, images, views)
     taps = [_taps(max(v.box[2 + axis] / v.scaled[axis] for v in views)) for axis in (0, 1)]
@@ -79,7 +79,7 @@ def _resized(images: list[Tensor], views: list[View], size: int, dtype: torch.dt
 
 
 def _copy_parts(padded: Tensor, images: list[Tensor], views: list[View]) -> None:
-    """Put the part of each image that a view shows into its place, channels side by side."""
+    """Copy the part of each image that its view shows into `padded`, channels side by side."""
     stride = padded.stride()
     order = (stride[2], stride[1], stride[3])
     parts, targets = [], []
@@ -90,24 +90,24 @@ def _copy_parts(padded: Tensor, images: list[Tensor], views: list[View]) -> None
         start = image.storage_offset() + top * strides[1] + left * strides[2]
         parts.append(image.as_strided(shape, strides, start))
         targets.append(padded.as_strided(shape, order, i * stride[0]))
-    copy: Any = torch._foreach_copy_  # one call of Python for all
+    copy: Any = torch._foreach_copy_  # one call for all images
     copy(targets, parts)
 
 
 def _taps(scale: float) -> int:
-    """Most pixels that have a weight, where so many become one."""
+    """Largest number of pixels with a weight, if `scale` pixels become one."""
     return 2 * math.ceil(max(scale, 1)) + 1
 
 
 def _weights(lengths: Tensor, scaled: Tensor, places: Tensor, room: int, taps: int) -> Tensor:
-    """Of every pixel for every place of the scaled side, (N, places, room).
+    """Weights of all pixels of a side for each pixel of the result, (N, places, room).
 
     Args:
-        lengths: of the sides.
-        scaled: what the sides are scaled to.
-        places: (N, places); a place outside of the scaled side has weights of 0.
-        room: pixels of a side, more than its length.
-        taps: pixels that have a weight.
+        lengths: lengths of the sides.
+        scaled: lengths that the sides are scaled to.
+        places: pixels of the scaled sides, (N, places); those outside get weights of 0.
+        room: padded length of a side, more than its length.
+        taps: largest number of pixels with a weight.
     """
     scale = (lengths / scaled)[:, None]
     support = scale.clamp_min(1)
@@ -118,7 +118,7 @@ def _weights(lengths: Tensor, scaled: Tensor, places: Tensor, room: int, taps: i
     weights = (1 - distances).clamp_min(0) * inside
     known = (places >= 0) & (places < scaled[:, None])
     weights = torch.where(known[:, :, None], weights / weights.sum(2, keepdim=True), 0.0)
-    # those outside, whose weight is 0, go where there is no pixel
+    # pixels outside have a weight of 0; it is written to the padding
     pixels = torch.where(inside & known[:, :, None], pixels, room - 1).long()
     found = torch.zeros(*places.shape, room, device=places.device)
     return found.scatter_(2, pixels, weights)

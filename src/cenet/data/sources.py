@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-# of image files
+# endings of image files
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
@@ -17,27 +17,27 @@ class Source(Protocol):
     """Encoded images in a fixed order, any of which can be read at any time, by any process."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Number of images."""
         ...
 
     def names(self) -> Iterator[str]:
-        """A name of each image that is the same wherever the data are."""
+        """The name of each image, which does not depend on the folder of the data."""
         ...
 
     def where(self, index: int) -> str:
-        """Where an image is, for a message."""
+        """The place of an image, for messages."""
         ...
 
     def read(self, index: int) -> bytes:
-        """The bytes of an image file; OSError if they cannot be read."""
+        """The bytes of an image file; OSError if it cannot be read."""
         ...
 
 
 class Folder:
-    """Files, one for each image."""
+    """A source with one file for each image."""
 
     def __init__(self, paths: list[Path]) -> None:
-        """Of these files."""
+        """A source of these files."""
         self.paths = paths
 
     def __len__(self) -> int:
@@ -45,7 +45,7 @@ class Folder:
         return len(self.paths)
 
     def names(self) -> Iterator[str]:
-        """See `Source`: class and file."""
+        """Folder of the class, and file."""
         return (f"{path.parent.name}/{path.name}" for path in self.paths)
 
     def where(self, index: int) -> str:
@@ -61,9 +61,9 @@ class Subset:
     """Some images of a source, in the order of the source."""
 
     def __init__(self, source: Source, places: Iterable[int]) -> None:
-        """Of the images with these numbers, which grow."""
+        """The images with these numbers, which must be in increasing order."""
         self.source = source
-        # numbers that worker processes share, where a list would be copied when it is read
+        # an array: worker processes share its memory, while reading a list would copy it
         self.places = array("q", places)
 
     def __len__(self) -> int:
@@ -71,7 +71,7 @@ class Subset:
         return len(self.places)
 
     def names(self) -> Iterator[str]:
-        """See `Source`: those of the whole source."""
+        """The names that the images have in the whole source."""
         chosen = set(self.places)
         return (name for place, name in enumerate(self.source.names()) if place in chosen)
 
@@ -88,7 +88,7 @@ NAMES_FILES = ("classes.txt", "classnames.txt")
 
 
 def read_names(folders: Sequence[Path]) -> tuple[str, ...] | None:
-    """The lines of classes.txt or classnames.txt in the first of the folders that has one."""
+    """Class names from classes.txt or classnames.txt in the first folder that has one, or None."""
     paths = (folder / name for folder in folders for name in NAMES_FILES)
     path = next((path for path in paths if path.is_file()), None)
     if path is None:
@@ -113,15 +113,15 @@ def read_names(folders: Sequence[Path]) -> tuple[str, ...] | None:
 def labels_and_classes(
     numbers: Sequence[int], names: tuple[str, ...] | None, where: Callable[[int], str]
 ) -> tuple[Tensor, tuple[str, ...]]:
-    """Labels and classes of images.
+    """Labels of images as a tensor, and the names of their classes.
 
     Args:
         numbers: class number of each image.
-        names: of the classes in order of number; without them the numbers are the names.
-        where: says where an image is.
+        names: names of the classes in order of their numbers; None names them by their numbers.
+        where: returns the place of an image, for messages.
 
     Raises:
-        ValueError: a number is negative or has no name, or without names one has no image.
+        ValueError: a number is negative or has no name; without names, a class has no image.
     """
     least, most = (pick(range(len(numbers)), key=lambda i: numbers[i]) for pick in (min, max))
     if numbers[least] < 0:
@@ -140,7 +140,7 @@ def labels_and_classes(
 
 
 def _numbers_as_names(numbers: Sequence[int], last: str) -> tuple[str, ...]:
-    """'0', '1', …, if each of them has an image."""
+    """The names '0', '1', …; ValueError if a class has no image."""
     used = set(numbers)
     if len(used) <= max(used):
         missing = next(number for number in count() if number not in used)

@@ -1,7 +1,7 @@
-"""Images in tar files as WebDataset writes them, read by number.
+"""Images in tar files as WebDataset writes them, read by number from an index.
 
-The tar files are indexed once. (WebDataset's own indexed reader, wids, left it with version 1; it
-cuts names at 100 characters and takes truncated files for whole.)
+(WebDataset removed its own indexed reader, wids, in version 1. That reader cuts names at 100
+characters and does not notice truncated files.)
 """
 
 import errno
@@ -31,14 +31,14 @@ class Member(NamedTuple):
 
 
 class TarShards:
-    """Images in the order of the tar files and in the order in them."""
+    """A source of images in tar files, in the order of the files and of their members."""
 
     def __init__(self) -> None:
-        """Without images."""
+        """Start without images."""
         self.paths: list[Path] = []
         self.starts: list[int] = []  # number of the first image of each tar file
         self.members: list[str] = []
-        # numbers that worker processes share, where tuples would be copied when they are read
+        # arrays: worker processes share their memory, while reading tuples would copy it
         self.offsets, self.sizes = array("q"), array("q")
 
     def add(self, path: Path, images: list[Member]) -> None:
@@ -55,7 +55,7 @@ class TarShards:
         return len(self.members)
 
     def names(self) -> Iterator[str]:
-        """See `Source`: tar file and file in it."""
+        """Name of the tar file, and of the member."""
         return (f"{self._path(i).name}/{self.members[i]}" for i in range(len(self)))
 
     def where(self, index: int) -> str:
@@ -63,7 +63,7 @@ class TarShards:
         return _where(self._path(index), self.members[index])
 
     def read(self, index: int) -> bytes:
-        """See `Source`; the file is opened each time, so that threads and processes share none."""
+        """See `Source`. The file is opened each time: threads and processes share no open file."""
         with self._path(index).open("rb") as file:
             content = _content(file, self.offsets[index], self.sizes[index])
         if len(content) < self.sizes[index]:
@@ -81,10 +81,10 @@ def tar_images(
 
     Args:
         paths: tar files in order.
-        names: of the classes in order of number, if they are known.
+        names: names of the classes in order of their numbers, or None.
 
     Raises:
-        ValueError: a tar file is damaged or empty, or an image has no label that can be used.
+        ValueError: a tar file is damaged or empty, or an image has no usable label.
     """
     shards = TarShards()
     numbers: list[int] = []
@@ -96,7 +96,7 @@ def tar_images(
 
 
 def _samples(path: Path) -> tuple[list[Member], list[int]]:
-    """Images of a tar file and their class numbers."""
+    """The images of a tar file, and their class numbers."""
     samples: dict[str, dict[str, Member]] = defaultdict(dict)
     images: list[Member] = []
     numbers: list[int] = []
@@ -125,7 +125,7 @@ def _samples(path: Path) -> tuple[list[Member], list[int]]:
 
 
 def _members(file: IO[bytes], path: Path) -> Iterator[Member]:
-    """The files in a tar file, which must go on to its end."""
+    """The files in a tar file; its end is checked behind the last one."""
     end = 0
     try:
         with tarfile.open(fileobj=file, mode="r:") as tar:
@@ -153,7 +153,7 @@ def _truncated(path: Path) -> str:
 
 
 def _number(file: IO[bytes], path: Path, sample: dict[str, Member]) -> int:
-    """Class number of a sample."""
+    """The class number of a sample."""
     label = sample.get("cls") or sample.get("json")
     if label is None:
         where, key = _where(path, sample["image"].name), Path(sample["image"].name).stem

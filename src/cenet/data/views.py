@@ -1,7 +1,7 @@
-"""Which part of an image is shown, and how.
+"""Views of images: which part is cropped, how it is scaled, flipped and coloured.
 
-Chance depends on seed, epoch and number of the image alone. It is drawn as torchvision's transforms
-of the same names draw it.
+Random views depend only on seed, epoch and number of the image. Their distributions are those of
+torchvision's transforms of the same names.
 """
 
 import math
@@ -14,13 +14,13 @@ from cenet.data.datasets import Augment, is_for_files
 from cenet.data.order import Item, seed_of
 
 PADDING = 4
-TEST_CROP = 0.875  # share of the shorter side
+TEST_CROP = 0.875  # side of the test crop, as a share of the shorter side
 AREAS = (0.08, 1.0)
 RATIOS = (3 / 4, 4 / 3)
 LOG_RATIOS = torch.tensor(RATIOS).log().tolist()
 TRIES = 10
-# AlexNet's colour noise: principal components of the colours of ImageNet, the shares of their
-# variances that are used (for values from 0 to 1), and the deviation of the random factors
+# AlexNet's colour noise: principal components of the colours of ImageNet, their eigenvalues for
+# values from 0 to 1, and the standard deviation of the random factors
 EIGENVALUES = (0.2175, 0.0188, 0.0045)
 COLOUR_NOISE = 0.1
 COMPONENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
@@ -29,8 +29,8 @@ COMPONENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
         (0.7192, -0.0045, -0.6948),
         (0.4009, -0.8140, 0.4203),
     ),
-    # the released code of the paper takes rows of that matrix for its columns, in another order:
-    # most of its noise changes the hue, where AlexNet's changes the brightness
+    # the released code of the paper swaps rows and columns of that matrix, in another order: most
+    # of its noise changes the hue, while AlexNet's changes the brightness
     "imagenet_colour_released": (
         (0.4009, 0.7192, -0.5675),
         (-0.8140, -0.0045, -0.5808),
@@ -40,15 +40,14 @@ COMPONENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
 
 
 class View(NamedTuple):
-    """A part of an image is scaled; a square window on the result is shown, flipped or not.
+    """A part of an image, scaled, and a square window on the result.
 
     Attributes:
         box: top, left, height and width of the part.
-        scaled: height and width it is scaled to.
-        corner: top and left of the window. What lies outside the scaled part is black.
-        flip: left and right change places.
-        colour: added to red, green and blue of every pixel shown, on a scale to 255; None adds
-            nothing.
+        scaled: height and width that it is scaled to.
+        corner: top and left of the window; pixels outside of the scaled part are black.
+        flip: mirror the window horizontally.
+        colour: values added to red, green and blue of every pixel (0 to 255); None adds nothing.
     """
 
     box: tuple[int, int, int, int]
@@ -59,12 +58,12 @@ class View(NamedTuple):
 
 
 class Viewing(NamedTuple):
-    """How images are shown.
+    """How views of images are chosen.
 
     Attributes:
-        augment: what chance does; None is for the test.
-        size: height and width of what is shown.
-        seed: of the run.
+        augment: kind of augmentation; None chooses the view of a test.
+        size: height and width of a view.
+        seed: seed of the run.
     """
 
     augment: Augment | None
@@ -72,24 +71,24 @@ class Viewing(NamedTuple):
     seed: int = 0
 
     def view(self, item: Item, height: int, width: int) -> View:
-        """What is shown of an image of this height and width."""
+        """The view of an image of this height and width."""
         if self.augment is None:
             return middle(self.size, height, width)
         square = (self.size, self.size)
         if self.augment == "none":
             return View((0, 0, height, width), square)
-        chance = torch.Generator().manual_seed(seed_of("image", self.seed, *item))
+        generator = torch.Generator().manual_seed(seed_of("image", self.seed, *item))
         if is_for_files(self.augment):
-            found = View(_random_part(height, width, chance), square, flip=_coin(chance))
+            found = View(_random_part(height, width, generator), square, flip=_coin(generator))
             components = COMPONENTS.get(self.augment)
-            # drawn last, so that part and flip are those without colours
-            return found._replace(colour=_colour(components, chance)) if components else found
-        top, left = (_below(2 * PADDING + 1, chance) - PADDING for _ in range(2))
-        return View((0, 0, height, width), square, (top, left), _coin(chance))
+            # drawn last, so that part and flip are the same with and without colour
+            return found._replace(colour=_colour(components, generator)) if components else found
+        top, left = (_below(2 * PADDING + 1, generator) - PADDING for _ in range(2))
+        return View((0, 0, height, width), square, (top, left), _coin(generator))
 
 
 def middle(size: int, height: int, width: int) -> View:
-    """The middle, after the shorter side was scaled so that most of it is seen."""
+    """The view of a test: the shorter side is scaled to size / 0.875, and the middle is shown."""
     short, long = round(size / TEST_CROP), max(height, width)
     other = int(short * long / min(height, width))
     scaled = (other, short) if width <= height else (short, other)
@@ -98,9 +97,9 @@ def middle(size: int, height: int, width: int) -> View:
 
 
 def shown(image: Any, view: View, size: int) -> Tensor:
-    """What is shown of a PIL image, (C, size, size) in uint8, or in float32 if its colour is moved.
+    """The view of a PIL image, (C, size, size) in uint8, or in float32 if its colour is changed.
 
-    Values that leave 0 to 255 are not clipped.
+    Values outside of 0 to 255 are not clipped.
     """
     from torchvision.transforms.functional import pil_to_tensor
 
@@ -109,7 +108,7 @@ def shown(image: Any, view: View, size: int) -> Tensor:
 
 
 def shown_image(image: Any, view: View, size: int) -> Any:
-    """The same as a PIL image, its colour not moved."""
+    """The view as a PIL image, without its change of colour."""
     from PIL.Image import Resampling, Transpose
 
     top, left, height, width = view.box
@@ -121,20 +120,20 @@ def shown_image(image: Any, view: View, size: int) -> Any:
 
 
 def shown_in_test(image: Any, size: int) -> Tensor:
-    """What the test shows of a PIL image."""
+    """The test view of a PIL image, (C, size, size) in uint8."""
     return shown(image, middle(size, image.height, image.width), size)
 
 
-def _random_part(height: int, width: int, chance: torch.Generator) -> tuple[int, int, int, int]:
-    """A part of random area and ratio; the largest in the middle if none fits in a few tries."""
+def _random_part(height: int, width: int, generator: torch.Generator) -> tuple[int, int, int, int]:
+    """A part of random area and aspect ratio; the largest central one if ten tries do not fit."""
     drawn = torch.empty(1)
     for _ in range(TRIES):
-        area = height * width * drawn.uniform_(*AREAS, generator=chance).item()
-        ratio = drawn.uniform_(*LOG_RATIOS, generator=chance).exp().item()
+        area = height * width * drawn.uniform_(*AREAS, generator=generator).item()
+        ratio = drawn.uniform_(*LOG_RATIOS, generator=generator).exp().item()
         own_width, own_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < own_width <= width and 0 < own_height <= height:
-            top = _below(height - own_height + 1, chance)
-            return top, _below(width - own_width + 1, chance), own_height, own_width
+            top = _below(height - own_height + 1, generator)
+            return top, _below(width - own_width + 1, generator), own_height, own_width
     least, most = RATIOS
     own_height = round(width / least) if width / height < least else height
     own_width = round(height * most) if width / height > most else width
@@ -142,10 +141,10 @@ def _random_part(height: int, width: int, chance: torch.Generator) -> tuple[int,
 
 
 def _colour(
-    components: tuple[tuple[float, float, float], ...], chance: torch.Generator
+    components: tuple[tuple[float, float, float], ...], generator: torch.Generator
 ) -> tuple[float, float, float]:
-    """A sum of the components by random factors, on a scale to 255."""
-    factors = torch.randn(len(components), generator=chance).tolist()
+    """The components weighted by random factors and added up, for values from 0 to 255."""
+    factors = torch.randn(len(components), generator=generator).tolist()
     lengths = [
         255 * COLOUR_NOISE * factor * value
         for factor, value in zip(factors, EIGENVALUES, strict=True)
@@ -157,9 +156,9 @@ def _colour(
     return red, green, blue
 
 
-def _below(end: int, chance: torch.Generator) -> int:
-    return int(torch.randint(end, (1,), generator=chance))
+def _below(end: int, generator: torch.Generator) -> int:
+    return int(torch.randint(end, (1,), generator=generator))
 
 
-def _coin(chance: torch.Generator) -> bool:
-    return torch.rand(1, generator=chance).item() < 0.5
+def _coin(generator: torch.Generator) -> bool:
+    return torch.rand(1, generator=generator).item() < 0.5

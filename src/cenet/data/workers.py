@@ -1,4 +1,4 @@
-"""Processes that read images; they end with the run, and leave signals to it."""
+"""Worker processes that read images. They end with the run and ignore signals, which it handles."""
 
 import gc
 import multiprocessing
@@ -18,7 +18,7 @@ import cenet.signals as signals
 def loaded(
     dataset: Dataset[Any], batches: Iterable[Any], workers: int, seed: int, collate: Any = None
 ) -> Generator[Any, None, None]:
-    """Batches of a data set, by worker processes if there are any; ValueError as it was raised."""
+    """Batches of a data set from `workers` processes; a ValueError of a worker is raised again."""
     make: Any = partial(
         DataLoader,
         dataset,
@@ -28,16 +28,16 @@ def loaded(
         collate_fn=collate,
         worker_init_fn=_leave_signals_to_the_run,
         pin_memory=torch.cuda.is_available(),
-        # else it draws from the global one, and a resumed run would go on differently
+        # otherwise it uses the global generator, and a resumed run would differ
         generator=torch.Generator().manual_seed(seed),
     )
     found = _started(make)
-    # also when Python ends while somebody, a traceback for one, keeps this iterator; before queues
-    # are closed (10), by which workers hear of it
+    # also if Python exits while a traceback still refers to this iterator; before the priority (10)
+    # at which multiprocessing closes the queues that tell workers to stop
     end = Finalize(None, _end, (found,), exitpriority=20) if workers else None
     try:
         yield from found
-    except ValueError as error:  # a worker's comes with its traceback as text
+    except ValueError as error:  # the message of a worker's error is a whole traceback
         reason = str(error).strip().splitlines()[-1].removeprefix("ValueError: ")
         raise ValueError(reason) from error
     except RuntimeError as error:
@@ -49,12 +49,12 @@ def loaded(
 
 
 def _started(make: Callable[[], Iterable[Any]]) -> Any:
-    """An iterator whose workers run; one may die while the others are still being started."""
+    """Start the workers and return the iterator; if one dies meanwhile, kill the others."""
     before = set(multiprocessing.active_children())
     try:
-        # workers inherit that signals are held back, until they are deaf
+        # workers inherit the block of signals, and then ignore them
         with signals.held_back(), untouched(), warnings.catch_warnings():
-            # more processes than cores may be what a slow disk needs
+            # a slow disk may need more processes than cores
             warnings.filterwarnings("ignore", message="This DataLoader will create")
             return iter(make())
     except BaseException as error:
@@ -66,9 +66,9 @@ def _started(make: Callable[[], Iterable[Any]]) -> Any:
 
 @contextmanager
 def untouched() -> Iterator[None]:
-    """Have processes that are forked meanwhile never collect what they inherit.
+    """Processes forked inside this context never garbage-collect objects that they inherit.
 
-    It may be on a GPU, and to free it there would kill them.
+    Such objects may be on a GPU, where freeing them would crash the process.
     """
     gc.freeze()
     try:
@@ -78,19 +78,22 @@ def untouched() -> Iterator[None]:
 
 
 def _end(found: Any) -> None:
-    """End the workers of an iterator.
+    """Kill the workers of an iterator.
 
-    They are deaf to the signal by which Python would end them, and one that has died may have taken
-    with it what the others wait for.
+    They ignore the signal with which Python ends processes, and a worker that died may hold a lock
+    that the others wait for.
     """
-    with suppress(RuntimeError):  # of a worker that dies now
+    with suppress(RuntimeError):  # a worker may die meanwhile
         found._shutdown_workers()
     for worker in found._workers:
         worker.kill()
 
 
 def explain(error: BaseException) -> None:
-    """Raise the death of a worker in words that help; torch reports it wherever the run is."""
+    """Raise ValueError with advice if `error` reports the death of a worker.
+
+    Torch raises such errors anywhere in the code of the run.
+    """
     if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"):
         raise ValueError(
             f"a process that reads images has died ({str(error).strip()}); is there enough memory? "
@@ -99,5 +102,5 @@ def explain(error: BaseException) -> None:
 
 
 def _leave_signals_to_the_run(_worker: int) -> None:
-    """A signal to the whole group must not take the workers away before the run has saved."""
+    """Ignore signals: one to the whole process group must not end workers before the run saved."""
     signals.ignore()
