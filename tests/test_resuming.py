@@ -372,7 +372,7 @@ def test_the_end_of_another_process_is_one_line(tmp_path, monkeypatch):
         exit_with_reason(gone, tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(SystemExit, match=r"^process 1: another process has exit_with_reason; its"):
+    with pytest.raises(SystemExit, match=r"^process 1: another process has ended; its"):
         exit_with_reason(gone, tmp_path)
     with pytest.raises(RuntimeError, match="a mistake"):
         exit_with_reason(other, tmp_path)
