@@ -16,6 +16,9 @@ import cenet.signals as signals
 from cenet.data.sources import Source
 from cenet.data.workers import untouched
 
+# smallest number of images for which a process is started
+SHARE = 2000
+
 
 def read(source: Source, index: int) -> bytes:
     """The bytes of an image file; ValueError that names its place if it cannot be read."""
@@ -61,10 +64,6 @@ def eight_bits(image: Any) -> Any:
     if values.min() < 0 or values.max() > 65535:
         raise ValueError(f"its pixels reach {values.max()}; save it with 8 or 16 bits")
     return Image.fromarray((values // 257).astype(numpy.uint8))
-
-
-# smallest number of images for which a process is started
-SHARE = 2000
 
 
 def read_all(source: Source, size: int) -> Tensor:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 # endings of image files
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+# files with the name of a class in each line
+NAMES_FILES = ("classes.txt", "classnames.txt")
 
 
 class Source(Protocol):
@@ -82,9 +84,6 @@ class Subset:
     def read(self, index: int) -> bytes:
         """See `Source`."""
         return self.source.read(self.places[index])
-
-
-NAMES_FILES = ("classes.txt", "classnames.txt")
 
 
 def read_names(folders: Sequence[Path]) -> tuple[str, ...] | None:

@@ -26,7 +26,7 @@ LAYERS: dict[str, type[EquilibriumLayer]] = {
     "ir": InstanceReweighting2d,
 }
 BLOCKS = ("plain", "se", *LAYERS)
-# by name: a norm for so many channels; None leaves batch norm
+# constructors of norms by name; None keeps batch norm
 NORMS: dict[str, Callable[[int], nn.Module] | None] = {
     "bn": None,
     "gn": lambda channels: nn.GroupNorm(gcd(32, channels), channels),
@@ -169,7 +169,7 @@ class NormAct2d(nn.Module):
 
 
 def replace_norms_(model: nn.Module, norm: str, places: str = ".*") -> None:
-    """Put a norm of this name in the place of every batch norm whose name matches, in place."""
+    """Replace every batch norm whose name matches `places` by the norm of this name, in place."""
     make = NORMS[norm]
     if make is None:
         return
@@ -181,7 +181,7 @@ def replace_norms_(model: nn.Module, norm: str, places: str = ".*") -> None:
 
 
 def replace_activations_(model: nn.Module, act: str) -> None:
-    """Put an activation of this name in the place of every ReLU and ReLU6, in place."""
+    """Replace every ReLU and ReLU6 by the activation of this name, in place."""
     for name, module in list(model.named_modules()):
         if type(module) in (nn.ReLU, nn.ReLU6):
             model.set_submodule(name, ACTIVATIONS[act]())

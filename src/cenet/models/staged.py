@@ -1,4 +1,4 @@
-"""VGG and ShuffleNetV2 as chains of stages with timm's interface; timm has neither."""
+"""VGG for small images and torchvision's ShuffleNetV2: chains of modules with timm's interface."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise

@@ -40,6 +40,8 @@ from cenet.train.options import Options
 from cenet.train.recipes import Recipe
 from cenet.train.weights import InitialWeights, load_initial_weights_
 
+Step = Callable[[nn.Module], None]
+
 
 class Trainer(Loop):
     """Trains and tests a classifier by a recipe."""
@@ -211,9 +213,6 @@ def _network(
         initial = load_initial_weights_(network, weights, len(inputs.classes))
     network = network.to(device)
     return synchronized(network, device) if recipe.sync_ce else network, initial
-
-
-Step = Callable[[nn.Module], None]
 
 
 def prepare_kernels(network: nn.Module, steps: Iterator[Step], processes: Processes) -> None:

@@ -8,15 +8,14 @@ from datetime import timedelta
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
+SILENCE = 60.0  # longest time without a line in a log, in seconds
+
 
 def progress_bar(*columns: ProgressColumn | str, shown: bool) -> Progress:
     """A progress bar on stderr with these columns, and the time that remains behind them."""
     return Progress(
         *columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not shown
     )
-
-
-SILENCE = 60.0  # longest time without a line in a log, in seconds
 
 
 class TrainingProgress:

@@ -40,10 +40,9 @@ def read_weights(run: Path) -> tuple[dict[str, Tensor], str]:
     found = checkpoint.newest(run)
     if found is None:
         raise ValueError(f"{run} has neither {WEIGHTS} nor a checkpoint yet")
-    tensors = found[1]
-    return checkpoint.strip_prefix("ema", tensors) or checkpoint.strip_prefix(
-        "model", tensors
-    ), found[0].name
+    path, tensors, *_ = found
+    averaged = checkpoint.strip_prefix("ema", tensors)
+    return averaged or checkpoint.strip_prefix("model", tensors), path.name
 
 
 def load_run(run: Path | str) -> nn.Module:
