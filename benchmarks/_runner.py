@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import cenet
-from cenet.environment import commit
+import cenet.environment
 
 Run = Callable[[], object]
 
@@ -184,6 +184,10 @@ def require(name: str, error: float, tolerance: float) -> None:
         raise AssertionError(f"{name} is off by {error:.1e}, more than {tolerance:.1e}")
 
 
+def commit() -> str:
+    return os.environ.get("CENET_COMMIT") or cenet.environment.commit() or "unknown"
+
+
 def environment(device: torch.device) -> dict[str, str]:
     triton = "none"
     if importlib.util.find_spec("triton"):
@@ -196,7 +200,7 @@ def environment(device: torch.device) -> dict[str, str]:
         "torch": torch.__version__,
         "triton": triton,
         "version": cenet.__version__,
-        "commit": os.environ.get("CENET_COMMIT") or commit() or "unknown",
+        "commit": commit(),
     }
 
 
