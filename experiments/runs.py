@@ -11,7 +11,7 @@ from cenet.run_folder import WEIGHTS
 from cenet.train import RECIPES
 from cenet.train.training_recipe import TrainingRecipe
 from experiments.lasting import ABOUT
-from experiments.lasting import TrainingRecipe as Tasks
+from experiments.lasting import Course as Tasks
 
 # of `cenet train` on a GPU; the first moves numbers, and each row says it
 ON_GPU = ("--precision", "bfloat16", "--channels-last", "True")

@@ -182,7 +182,9 @@ def _watched(path: Path) -> tuple[dict[str, Any], ...]:
 def _json(path: Path, author: str) -> dict[str, Any]:
     try:
         found = _printable_json(read_json(path))
-    except (ValueError, RecursionError) as error:
+    except RecursionError as error:
+        raise ValueError(f"{path} cannot be read: {error}; write it again with {author}") from error
+    except ValueError as error:
         raise ValueError(f"{error}; write it again with {author}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} is not of {author}: it holds no object")
