@@ -6,7 +6,6 @@ import importlib.util
 import os
 import platform
 import statistics
-import subprocess
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import cenet
+import cenet.environment
 
 Run = Callable[[], object]
 
@@ -43,6 +43,15 @@ class Timing(NamedTuple):
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
+
+
+def seconds(run: Run, device: torch.device) -> float:
+    """Wall time of one call, the work that it queues on the device included."""
+    synchronize(device)
+    start = time.perf_counter()
+    run()
+    synchronize(device)
+    return time.perf_counter() - start
 
 
 def _mark(device: torch.device) -> "torch.cuda.Event | float":
@@ -176,15 +185,7 @@ def require(name: str, error: float, tolerance: float) -> None:
 
 
 def commit() -> str:
-    if "CENET_COMMIT" in os.environ:
-        return os.environ["CENET_COMMIT"]
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    try:
-        here = Path(__file__).parent
-        done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return done.stdout.strip()
+    return os.environ.get("CENET_COMMIT") or cenet.environment.commit() or "unknown"
 
 
 def environment(device: torch.device) -> dict[str, str]:

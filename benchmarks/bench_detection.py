@@ -34,10 +34,10 @@ from _runner import (
     shape_text,
 )
 from cenet.detection.data import SceneSplit, load
-from cenet.detection.engine import DetectionOptions, DetectionTrainer
+from cenet.detection.job import DetectionJob, show_run, train
 from cenet.detection.recipes import RECIPES, DetectionRecipe
-from cenet.detection.run import DetectionJob, show_run, train
-from cenet.train.processes import Processes
+from cenet.detection.trainer import DetectionOptions, DetectionTrainer
+from cenet.distributed import Processes
 
 BACKBONES = {"plain": "resnet50", "ce": "ceresnet50"}
 SETTINGS = ("frozen", "synchronized", "scratch")

@@ -13,12 +13,13 @@ Rows go to experiments/results/inference.csv; those of the same network and devi
 import argparse
 import csv
 import statistics
-import time
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from _runner import seconds
 from cenet import fold_ce
 from cenet.environment import environment
 from cenet.models import create_model
@@ -39,18 +40,6 @@ def built(network: str, block: str) -> nn.Module:
     return fold_ce(model) if block == "ce" else model
 
 
-@torch.no_grad()
-def seconds(model: nn.Module, images: torch.Tensor) -> float:
-    """Of one pass."""
-    if images.is_cuda:
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    model(images)
-    if images.is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
 def rows(network: str, device: torch.device, rounds: int, command: str) -> list[dict[str, object]]:
     """One for each block."""
     models = {block: built(network, block).to(device) for block in BLOCKS}
@@ -58,7 +47,7 @@ def rows(network: str, device: torch.device, rounds: int, command: str) -> list[
     times: dict[str, list[float]] = {block: [] for block in BLOCKS}
     for number in range(rounds + 1):
         for block, model in models.items():
-            found = seconds(model, images)
+            found = seconds(torch.no_grad()(partial(model, images)), device)
             if number:  # the first warms up
                 times[block].append(found)
     facts = environment(device, 1)

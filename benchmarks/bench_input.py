@@ -34,13 +34,13 @@ import torchvision
 from PIL import Image, ImageEnhance
 
 from _runner import RESULTS, append_rows, commit, environment, percentiles, synchronize
+from cenet.data.datasets import load
+from cenet.data.loaders import training_loader
+from cenet.distributed import Processes
+from cenet.signals import SignalWatch
 from cenet.train import RECIPES
-from cenet.train.data import load
-from cenet.train.engine import Trainer
-from cenet.train.interrupts import Interrupts
-from cenet.train.loaders import training_loader
+from cenet.train.classifier import Trainer
 from cenet.train.options import Options
-from cenet.train.processes import Processes
 from cenet.train.times import WAITING
 
 LONG, SHORT = 500, 375
@@ -157,11 +157,11 @@ def loop(trainer: Trainer, epochs: int) -> Clock:
 
     trainer._update = counted
     try:
-        with Interrupts() as interrupts:
+        with SignalWatch() as signals:
             for epoch in range(epochs):
                 trainer.position.epoch, trainer.position.step = epoch, 0
                 trainer.position.seconds = 0.0
-                trainer.train_epoch(interrupts)
+                trainer.train_epoch(signals)
     finally:
         del trainer._update
     synchronize(trainer.processes.device)

@@ -9,13 +9,14 @@ machine hits both. A look at one step of `every` costs (watched − plain) / (ev
 
 import argparse
 import statistics
-import time
+from functools import partial
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from _runner import seconds
 from cenet.analysis import Monitor
 from cenet.analysis.monitor import EVERY
 from cenet.models.lookup import create_named
@@ -23,17 +24,11 @@ from cenet.models.lookup import create_named
 TARGET = 0.02
 
 
-def seconds(model: nn.Module, x: torch.Tensor, labels: torch.Tensor, optimizer) -> float:
-    if x.is_cuda:
-        torch.cuda.synchronize()
-    start = time.perf_counter()
+def train_step(model: nn.Module, x: torch.Tensor, labels: torch.Tensor, optimizer) -> None:
     loss = nn.functional.cross_entropy(model(x), labels)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    if x.is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def alternate(name: str, arguments: argparse.Namespace) -> list[tuple[float, float]]:
@@ -43,12 +38,13 @@ def alternate(name: str, arguments: argparse.Namespace) -> list[tuple[float, flo
     x = torch.randn(arguments.batch, 3, arguments.size, arguments.size, device=arguments.device)
     labels = torch.randint(10, (arguments.batch,), device=arguments.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    step = partial(train_step, model, x, labels, optimizer)
     pairs = []
     for _ in range(arguments.rounds + 2):
-        plain = seconds(model, x, labels, optimizer)
+        plain = seconds(step, x.device)
         looks: list[int] = []
         monitor = Monitor(model, every=1, to=lambda step, values, looks=looks: looks.append(step))
-        watched = seconds(model, x, labels, optimizer)
+        watched = seconds(step, x.device)
         monitor.close()
         assert looks == [0]
         pairs.append((plain, watched))

@@ -7,7 +7,6 @@ The networks are timed in turns, so that a busy machine slows all of them alike.
 """
 
 import argparse
-import time
 from collections.abc import Callable, Iterator
 from statistics import median
 from typing import NamedTuple
@@ -17,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from _runner import seconds
 from cenet import fold_ce
 from cenet.models import NETWORKS, create_model
 
@@ -39,7 +39,7 @@ def time_inference(
     times: dict[str, list[float]] = {key: [] for key in runs}
     for round_ in range(rounds + 1):
         for key, run in runs.items():
-            elapsed = _milliseconds(run, device)
+            elapsed = 1e3 * seconds(run, torch.device(device))
             if round_ > 0:
                 times[key].append(elapsed)
     ratios = {
@@ -69,14 +69,6 @@ def _runs(name: str, images: Tensor, *, compiled: bool) -> Iterator[tuple[str, R
 
 def _run(model: Callable[[Tensor], Tensor], images: Tensor) -> Run:
     return torch.inference_mode()(lambda: model(images))
-
-
-def _milliseconds(run: Run, device: str) -> float:
-    start = time.perf_counter()
-    run()
-    if device != "cpu":
-        torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - start)
 
 
 def main() -> None:

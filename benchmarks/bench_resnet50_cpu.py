@@ -11,7 +11,6 @@ other work on the machine hits both; the ratio is that of the medians, its sprea
 import argparse
 import copy
 import statistics
-import time
 import warnings
 from collections.abc import Callable
 
@@ -21,8 +20,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from _runner import seconds
 from cenet import fold_ce, insert_ce_
 
+CPU = torch.device("cpu")
 TARGETS = {"inference, folded": 1.10, "training step": 1.25}
 
 
@@ -72,12 +73,7 @@ def alternate(
     """Seconds of both in each round, after one warm-up round."""
     pairs = []
     for _ in range(rounds + 1):
-        times = []
-        for run in (plain, ours):
-            start = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - start)
-        pairs.append((times[0], times[1]))
+        pairs.append((seconds(plain, CPU), seconds(ours, CPU)))
     return pairs[1:]
 
 

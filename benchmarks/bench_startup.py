@@ -21,13 +21,13 @@ from pathlib import Path
 import torch
 
 from _runner import RESULTS, append_rows, environment, synchronize
+from cenet.data.datasets import Resident, Split
+from cenet.distributed import Processes
+from cenet.signals import SignalWatch
 from cenet.train import RECIPES
-from cenet.train.data import Resident, Split
-from cenet.train.engine import Trainer
+from cenet.train.classifier import Trainer
 from cenet.train.evaluation import RESIDENT_BATCH
-from cenet.train.interrupts import Interrupts
 from cenet.train.options import Options
-from cenet.train.processes import Processes
 
 PARTS = ("imports", "building", "preparation", "first_step", "first_test")
 FIELDS = (
@@ -65,14 +65,14 @@ def run(args: argparse.Namespace) -> dict[str, float]:
     )  # fmt: skip
     channels = 1 if recipe.dataset == "digits" else 3
     data = noise(args.batch, RESIDENT_BATCH, channels, args.size)
-    with tempfile.TemporaryDirectory() as folder, Interrupts() as interrupts:
+    with tempfile.TemporaryDirectory() as folder, SignalWatch() as signals:
         options = Options(Path(folder), channels_last=True)
         trainer = Trainer(recipe, data, options, Processes(0, 1, device))
         mark()
         if args.prepared:
             trainer.prepare()
         mark()
-        trainer.train_epoch(interrupts)  # of one step
+        trainer.train_epoch(signals)  # of one step
         mark()
         trainer.test()
         mark()

@@ -20,12 +20,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from _runner import RESULTS, append_rows, environment, percentiles, row
+from cenet.data.datasets import Resident, Split, load
+from cenet.distributed import Processes
+from cenet.signals import SignalWatch
 from cenet.train import RECIPES
-from cenet.train.data import Resident, Split, load
-from cenet.train.engine import Trainer
-from cenet.train.interrupts import Interrupts
+from cenet.train.classifier import Trainer
 from cenet.train.options import Options
-from cenet.train.processes import Processes
 
 ROWS = {"plain": "vgg16_plain", "ce": "vgg16_ce"}
 
@@ -52,9 +52,9 @@ def busy_seconds(events: Any) -> float:
     return busy / 1e6
 
 
-def epoch(trainer: Trainer, interrupts: Interrupts) -> float:
+def epoch(trainer: Trainer, signals: SignalWatch) -> float:
     trainer.network.train()
-    trainer.train_epoch(interrupts)
+    trainer.train_epoch(signals)
     seconds = trainer.position.seconds
     trainer.end_epoch()
     return seconds
@@ -80,7 +80,7 @@ def main() -> None:
     size = f"{len(data.train.labels)}x3x32x32"
     columns = {**environment(device), "op": "vgg16", "mode": f"epoch {mode}", "shape": size,
                "dtype": args.precision, "layout": "channels_last"}  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder, Interrupts() as interrupts:
+    with tempfile.TemporaryDirectory() as folder, SignalWatch() as signals:
         trainers = {}
         for name, recipe in ROWS.items():
             chosen = replace(RECIPES[recipe], precision=args.precision, batch_size=args.batch)
@@ -88,24 +88,24 @@ def main() -> None:
                               cuda_graphs=args.cuda_graphs)  # fmt: skip
             options.out.mkdir()
             trainers[name] = Trainer(chosen, data, options, Processes(0, 1, device))
-            print(f"{name}: first epoch {epoch(trainers[name], interrupts):.2f} s", flush=True)
+            print(f"{name}: first epoch {epoch(trainers[name], signals):.2f} s", flush=True)
         times: dict[str, list[float]] = {name: [] for name in trainers}
         for _ in range(args.rounds):
             for name, trainer in trainers.items():
-                times[name].append(epoch(trainer, interrupts))
+                times[name].append(epoch(trainer, signals))
         rows = []
         for name, trainer in trainers.items():
             trainer.network.train()
             busy = "no GPU"
             if device.type == "cuda":
                 with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-                    trainer.train_epoch(interrupts)
+                    trainer.train_epoch(signals)
                 seconds = trainer.position.seconds
                 busy = f"{busy_seconds(profiler.events()) / seconds:.1%} of {seconds:.3f} s"
                 trainer.end_epoch()
             timing = percentiles([1e3 * value for value in times[name]])
             rows.append(row(timing, None, {**columns, "provider": name}))
-            last = trainer.logbook.rows[-1]
+            last = trainer.run_log.rows[-1]
             ratio = timing.p50 / 1e3 / percentiles(times["plain"]).p50
             print(f"{mode} {args.precision} {name:5} {timing.p50 / 1e3:.3f} s an epoch "
                   f"({min(times[name]):.3f} to {max(times[name]):.3f}), {ratio:.2f} of plain; "

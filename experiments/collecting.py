@@ -9,8 +9,9 @@ from statistics import fmean
 from typing import Any
 
 from cenet.analysis.diagnosis import COUNTED, FILE, Diagnosis, Layer
-from cenet.train.course import Course
-from cenet.train.logbook import ABOUT, CHANNELS, METRICS, read_metrics, read_run
+from cenet.run_folder import ABOUT, CHANNELS, METRICS, read_metrics
+from cenet.train.run_log import read_run
+from cenet.train.training_recipe import TrainingRecipe
 from experiments.catalogue import RESULTS
 from experiments.detection import last_row
 from experiments.lasting import ABOUT as LASTING
@@ -86,7 +87,7 @@ def parts_of(run: Run) -> frozenset[str]:
     )
 
 
-def check_same(run: Run, recipe: Course, folder: Path) -> None:
+def check_same(run: Run, recipe: TrainingRecipe, folder: Path) -> None:
     """Raise ValueError if the folder holds a run of another recipe."""
     expected, found = run.made.as_dict(), recipe.as_dict()
     # what a recipe is known to reach moves nothing, and rows say their precision

@@ -4,7 +4,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cenet.train.logbook import METRICS, read_metrics
+from cenet.run_folder import METRICS, read_metrics
 from experiments.result import Built, Result, Rows
 from experiments.runs import DetectorRun, Run
 

@@ -15,7 +15,6 @@ OUT/tasks.csv has a row for each task. A run that was interrupted begins anew: i
 import argparse
 import csv
 import json
-import os
 import sys
 import time
 from copy import deepcopy
@@ -29,15 +28,16 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from cenet.analysis import Monitor
+from cenet.data.datasets import Resident, digits, image_folders
+from cenet.data.input_spec import input_spec_of
+from cenet.data.order import seed_of
+from cenet.distributed import start
 from cenet.environment import environment
 from cenet.models import create_model
+from cenet.run_folder import replace_file
 from cenet.train import RECIPES
-from cenet.train.data import Resident, digits, image_folders
-from cenet.train.graphs import Graphed
-from cenet.train.inputs import inputs_of
-from cenet.train.order import seed_of
-from cenet.train.processes import start
-from cenet.train.setup import UNDECAYED
+from cenet.train.build import UNDECAYED
+from cenet.train.cuda_graphs import GraphedFunction
 
 LOOKED_AT = 512  # images, by the measures of channels
 TASKS, ABOUT = "tasks.csv", "lasting.json"
@@ -77,7 +77,7 @@ class Learner:
     def __init__(self, course: Course, data: Resident, device: torch.device) -> None:
         """At the beginning of the first."""
         self.course = course
-        inputs = inputs_of(data)
+        inputs = input_spec_of(data)
         order = torch.randperm(len(data.labels), generator=torch.Generator().manual_seed(0))
         kept = data.images[order[: course.images]].to(device)
         mean, std = (value[:, None, None] for value in inputs.statistics(device))
@@ -102,7 +102,7 @@ class Learner:
         if device.type == "cpu" and self.images.shape[-1] < SMALL:
             torch.set_num_threads(1)  # several would spend their time waiting for each other
         self.sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, right answers
-        self.step: Any = Graphed(self._step) if device.type == "cuda" else self._step
+        self.step: Any = GraphedFunction(self._step) if device.type == "cuda" else self._step
 
     def learn(self, task: int) -> dict[str, float]:
         """Learn a task; what is known about its last epoch, and about the channels after it."""
@@ -162,9 +162,8 @@ def learn_all(course: Course, data: Resident, device: torch.device, out: Path) -
             print(f"task {task}: accuracy {row['accuracy']:.2%}, dormant "
                   f"{row['dormant_ratio']:.2%}", flush=True)  # fmt: skip
     about = {"course": asdict(course), "environment": environment(device, 1)}
-    partial = out / f".{ABOUT}"
-    partial.write_text(json.dumps(about, indent=1, default=str))
-    os.replace(partial, out / ABOUT)  # last: who finds it finds all rows
+    # written last: if the file is there, all rows are
+    replace_file(out / ABOUT, json.dumps(about, indent=1, default=str).encode())
     return rows
 
 

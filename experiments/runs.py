@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from cenet.detection.recipes import RECIPES as DETECTORS
+from cenet.run_folder import WEIGHTS
 from cenet.train import RECIPES
-from cenet.train.course import Course
-from cenet.train.weights import WEIGHTS
+from cenet.train.training_recipe import TrainingRecipe
 from experiments.lasting import ABOUT
 from experiments.lasting import Course as Tasks
 
@@ -42,7 +42,7 @@ class Run:
 
     module: ClassVar[str] = "cenet"
     command: ClassVar[tuple[str, ...]] = ("train",)
-    recipes: ClassVar[Mapping[str, Course]] = RECIPES
+    recipes: ClassVar[Mapping[str, TrainingRecipe]] = RECIPES
     prefix: ClassVar[str] = ""
     finished_by: ClassVar[str] = WEIGHTS  # the file that is written last
     weights_option: ClassVar[str] = "--weights"
@@ -131,7 +131,7 @@ class DetectorRun(Run):
     """One run of `cenet detect train`; what it begins with are the weights of its backbone."""
 
     command: ClassVar[tuple[str, ...]] = ("detect", "train")
-    recipes: ClassVar[Mapping[str, Course]] = DETECTORS
+    recipes: ClassVar[Mapping[str, TrainingRecipe]] = DETECTORS
     prefix: ClassVar[str] = "detect_"
     begun: ClassVar[str] = ""
     weights_option: ClassVar[str] = "--checkpoint"

@@ -12,8 +12,7 @@ from typing import Literal
 import torch
 
 from cenet.analysis.diagnosis import FILE
-from cenet.train.logbook import METRICS, read_metrics
-from cenet.train.weights import WEIGHTS
+from cenet.run_folder import METRICS, WEIGHTS, read_metrics
 from experiments.collecting import collect, parts_of
 from experiments.launching import Command
 from experiments.runs import Run

@@ -13,7 +13,7 @@ from cenet import NormCE2d
 from cenet.detection import detector
 from cenet.detection.data import SceneSplit, scenes
 from cenet.detection.recipes import RECIPES
-from cenet.detection.shapes import draw_shapes
+from cenet.detection.synthetic import draw_shapes
 
 CHANNELS = (16, 24, 32, 48)
 STEM = 64  # channels of timm's stem

@@ -6,8 +6,8 @@ import torch
 from PIL import Image
 from torchvision.transforms.functional import pil_to_tensor
 
-from cenet.train.data import Encoded
-from cenet.train.sources import Folder
+from cenet.data.datasets import Encoded
+from cenet.data.sources import Folder
 
 
 def photograph(height, width, seed=0):

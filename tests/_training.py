@@ -9,14 +9,14 @@ import torch
 from PIL import Image
 
 from cenet.__main__ import main
-from cenet.train import RECIPES, saving
-from cenet.train.data import Split, digits
-from cenet.train.engine import Trainer
-from cenet.train.interrupts import SIGNALS
-from cenet.train.logbook import TIMES, read_metrics
+from cenet.data.datasets import Split, digits
+from cenet.distributed import Processes
+from cenet.run_folder import WEIGHTS, read_metrics
+from cenet.signals import SIGNALS
+from cenet.train import RECIPES, checkpoint
+from cenet.train.classifier import Trainer
 from cenet.train.options import Options
-from cenet.train.processes import Processes
-from cenet.train.weights import WEIGHTS
+from cenet.train.run_log import TIMES
 
 ALONE = Processes(0, 1, torch.device("cpu"))
 
@@ -43,7 +43,7 @@ def metrics(out):
 
 def assert_same_run(one, other):
     assert metrics(one) == metrics(other)
-    first, second = (saving.newest(out) for out in (one, other))
+    first, second = (checkpoint.newest(out) for out in (one, other))
     assert first[0].name == second[0].name
     assert first[1].keys() == second[1].keys()
     for name, value in first[1].items():

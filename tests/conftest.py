@@ -59,7 +59,7 @@ def files_folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def few_files(files_folder):
     """The same, found."""
-    from cenet.train.data import image_folders
+    from cenet.data.datasets import image_folders
 
     return image_folders(files_folder, 16, resident=False)
 

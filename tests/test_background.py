@@ -18,11 +18,10 @@ import pytest
 import torch
 
 from _training import TINY, assert_same_run, few_digits, stop_at, trainer
-from cenet.train import RECIPES, saving
-from cenet.train.background import Background
-from cenet.train.data import digits
-from cenet.train.interrupts import Interrupted
-from cenet.train.staging import Staging
+from cenet.data.datasets import digits
+from cenet.signals import Interrupted
+from cenet.train import RECIPES, checkpoint
+from cenet.train.checkpoint import BackgroundWriter, Staging
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -37,7 +36,7 @@ def test_one_job_at_a_time_in_order():
         running.pop()
         done.append((number, threading.current_thread() is threading.main_thread()))
 
-    with Background() as background:
+    with BackgroundWriter() as background:
         for number in range(4):
             background.start(lambda number=number: job(number))
             assert len(done) >= number  # all but the last have ended
@@ -50,7 +49,7 @@ def fail():
 
 @pytest.mark.parametrize("where", ["start", "look", "wait", "exit"])
 def test_the_error_of_a_job_is_raised_once_where_the_run_looks_next(where):
-    background = Background()
+    background = BackgroundWriter()
 
     def run():
         with background:
@@ -67,7 +66,7 @@ def test_the_error_of_a_job_is_raised_once_where_the_run_looks_next(where):
 
 def test_an_error_of_the_run_comes_before_that_of_a_job():
     def run():
-        with Background() as background:
+        with BackgroundWriter() as background:
             background.start(fail)
             raise ZeroDivisionError
 
@@ -79,7 +78,7 @@ def test_what_is_being_written_is_written_to_its_end_after_an_error():
     done = []
 
     def run():
-        with Background() as background:
+        with BackgroundWriter() as background:
             background.start(lambda: (time.sleep(0.1), done.append(1)))
             raise KeyboardInterrupt
 
@@ -97,7 +96,7 @@ def test_only_the_first_process_says_when_a_checkpoint_is_due(tmp_path):
 
 def test_looking_does_not_wait():
     go = threading.Event()
-    with Background() as background:
+    with BackgroundWriter() as background:
         background.start(go.wait)
         background.look()
         go.set()
@@ -178,29 +177,29 @@ def kill_while_saving(body, in_flight, delay):
 def test_a_hundred_kills_while_a_checkpoint_is_written_beside(tmp_path):
     """All tensors of a step have its number: a copy that was not of one moment would be seen."""
     names = [f"weight.{i}" for i in range(40)]
-    real = saving.save_file
+    real = checkpoint.save_file
 
     def slow(tensors, path, metadata):
         real(tensors, path, metadata)
         time.sleep(0.01)
 
     def save_again_and_again():
-        saving.save_file = slow
-        begin = saving.newest(tmp_path)
+        checkpoint.save_file = slow
+        begin = checkpoint.newest(tmp_path)
         step = begin[2]["step"] if begin else 0
         tensors = {name: torch.full((5000,), float(step)) for name in names}
         staging = Staging()
-        with Background() as background:
+        with BackgroundWriter() as background:
             while True:
                 step += 1
                 for value in tensors.values():
                     value.add_(1)
                 background.wait()
-                take, path = staging.take(tensors), saving.checkpoint_path(tmp_path, step)
+                take, path = staging.take(tensors), checkpoint.checkpoint_path(tmp_path, step)
                 background.start(
                     lambda take=take, path=path, step=step: (
-                        saving.write(path, take(), {"step": step}),
-                        saving.forget_old(tmp_path),
+                        checkpoint.write(path, take(), {"step": step}),
+                        checkpoint.forget_old(tmp_path),
                     )
                 )
 
@@ -215,7 +214,7 @@ def test_a_hundred_kills_while_a_checkpoint_is_written_beside(tmp_path):
         hits += found
         for left in tmp_path.glob(".step-*"):
             shutil.rmtree(left)
-        newest = saving.newest(tmp_path)
+        newest = checkpoint.newest(tmp_path)
         if newest is None:
             continue
         _, tensors, facts, problems = newest
@@ -235,14 +234,14 @@ def test_a_run_killed_while_saving_comes_to_the_same_end(kills, epochs, tmp_path
     recipe = replace(TINY, epochs=epochs)
     trainer(recipe, tmp_path / "whole", few_digits()).run()
     out = tmp_path / "cut"
-    real = saving.save_file
+    real = checkpoint.save_file
 
     def slow(tensors, path, metadata):
         real(tensors, path, metadata)
         time.sleep(0.03)  # so that steps are made beside
 
     def go_on():
-        saving.save_file = slow
+        checkpoint.save_file = slow
         engine = trainer(recipe, out, few_digits(), checkpoint_every=1)
         engine.resume()
         engine.run()
@@ -255,7 +254,7 @@ def test_a_run_killed_while_saving_comes_to_the_same_end(kills, epochs, tmp_path
         hit, ended = kill_while_saving(go_on, lambda: half_written(out), delay)
         assert not ended
         hits += hit
-        newest = saving.newest(out)
+        newest = checkpoint.newest(out)
         assert newest is None or not newest[3]
     assert hits > kills // 4  # the others came just after
     last = trainer(recipe, out, few_digits())
@@ -265,40 +264,40 @@ def test_a_run_killed_while_saving_comes_to_the_same_end(kills, epochs, tmp_path
 
 
 def test_a_signal_while_saving_waits_and_saves_the_last_step(tmp_path, monkeypatch):
-    real, begun = saving.write, []
+    real, begun = checkpoint.write, []
 
     def slow(path, tensors, facts):
         begun.append(facts["position"]["updates"])
         time.sleep(0.2)
         real(path, tensors, facts)
 
-    monkeypatch.setattr(saving, "write", slow)
+    monkeypatch.setattr(checkpoint, "write", slow)
     engine = trainer(TINY, tmp_path, few_digits(), checkpoint_every=4)
     stop_at(engine, 5)  # the one of the fourth update is being written
     with pytest.raises(Interrupted):
         engine.run()
     assert begun == [4, 5]
-    assert [int(path.stem[5:]) for path in saving.checkpoints(tmp_path)] == [5, 4]
-    assert saving.newest(tmp_path)[3] == []
+    assert [int(path.stem[5:]) for path in checkpoint.checkpoints(tmp_path)] == [5, 4]
+    assert checkpoint.newest(tmp_path)[3] == []
     times = json.loads((tmp_path / "run.json").read_text())["times"]
     assert [entry["images"] for entry in times] == [5 * TINY.batch_size]
     assert times[0]["seconds"]["saving"] > 0.2
 
 
 def test_an_error_while_saving_beside_ends_the_run_soon(tmp_path, monkeypatch):
-    real = saving.write
+    real = checkpoint.write
 
     def failing(path, tensors, facts):
         if facts["position"]["updates"] == 4:
             fail()
         real(path, tensors, facts)
 
-    monkeypatch.setattr(saving, "write", failing)
+    monkeypatch.setattr(checkpoint, "write", failing)
     engine = trainer(replace(TINY, epochs=50), tmp_path, few_digits(), checkpoint_every=2)
     with pytest.raises(OSError, match="No space left"):
         engine.run()
     assert engine.position.updates < 12
-    assert [int(path.stem[5:]) for path in saving.checkpoints(tmp_path)] == [2]
+    assert [int(path.stem[5:]) for path in checkpoint.checkpoints(tmp_path)] == [2]
 
 
 def test_a_disk_that_fills_while_saving_is_one_line_and_nothing_whole_is_lost(tmp_path):
@@ -308,7 +307,7 @@ def test_a_disk_that_fills_while_saving_is_one_line_and_nothing_whole_is_lost(tm
     stop_at(first, 2)
     with pytest.raises(Interrupted):
         first.run()
-    (whole,) = saving.checkpoints(tmp_path)
+    (whole,) = checkpoint.checkpoints(tmp_path)
     before = whole.read_bytes()
     arguments = ["train", "digits_ce", "--out", str(tmp_path), "--device", "cpu"]
     arguments += ["--epochs", "3", "--batch-size", "256", "--resume", "auto"]
@@ -319,7 +318,7 @@ def test_a_disk_that_fills_while_saving_is_one_line_and_nothing_whole_is_lost(tm
     )  # fmt: skip
     assert found.returncode == 1
     assert re.fullmatch(r".*File too large: '.*step-000000005.safetensors'\n", found.stderr)
-    assert saving.checkpoints(tmp_path) == [whole]
+    assert checkpoint.checkpoints(tmp_path) == [whole]
     assert whole.read_bytes() == before
     assert not list(tmp_path.glob(".*step*"))
 
@@ -328,13 +327,13 @@ def test_checkpoints_by_time(tmp_path, monkeypatch):
     """By a clock on which an update takes ten seconds: an epoch has six."""
     now, written = [0.0], []
     monkeypatch.setattr("cenet.train.state.time.monotonic", lambda: now[0])
-    real = saving.write
+    real = checkpoint.write
 
     def noted(path, tensors, facts):
         written.append(facts["position"]["updates"])
         real(path, tensors, facts)
 
-    monkeypatch.setattr(saving, "write", noted)
+    monkeypatch.setattr(checkpoint, "write", noted)
 
     def run(name, **options):
         written.clear()

@@ -6,19 +6,19 @@ from io import BytesIO
 import pytest
 import torch
 
-import cenet.train.cuda_decoding as cuda_decoding
+import cenet.data.cuda_decoding as cuda_decoding
 from _files import decode_here, jpeg, photograph, photographs, write_files
 from _training import TINY, stop_at
-from cenet.train import RECIPES, saving
-from cenet.train.cuda_decoding import as_tensor, choose, decode_jpegs, jpeg_size
-from cenet.train.data import Split
-from cenet.train.engine import Trainer
-from cenet.train.inputs import inputs_of
-from cenet.train.loaders import evaluation_batches, training_loader
+from cenet.data.cuda_decoding import as_tensor, choose, decode_jpegs, jpeg_size
+from cenet.data.datasets import Split
+from cenet.data.input_spec import input_spec_of
+from cenet.data.loaders import evaluation_batches, training_loader
+from cenet.data.order import Shard
+from cenet.distributed import Processes
+from cenet.train import RECIPES, checkpoint
+from cenet.train.classifier import Trainer
 from cenet.train.loop import Interrupted
 from cenet.train.options import Options
-from cenet.train.order import Shard
-from cenet.train.processes import Processes
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -140,8 +140,8 @@ def kinds():
 def loader(files, device, decode, augment="imagenet", **options):
     recipe = replace(RECIPES["resnet18_ce"], image_size=32, epochs=2, augment=augment)
     return training_loader(
-        recipe, files, inputs_of(files), Shard(len(files.labels), 8), device=device, decode=decode,
-        **{"workers": 2, **options},
+        recipe, files, input_spec_of(files), Shard(len(files.labels), 8), device=device,
+        decode=decode, **{"workers": 2, **options},
     )  # fmt: skip
 
 
@@ -160,8 +160,9 @@ def test_batches_are_those_of_the_cpu(tmp_path, channels_last):
             # 57 levels are a standard deviation
             assert 57 * (images.cpu() - expected).abs().mean() < 5.5
     shared = {"size": 32, "batch": 5, "channels_last": channels_last, "workers": 1}
+    spec = input_spec_of(files)
     one, other = (
-        list(evaluation_batches(files, inputs_of(files), device=device, decode=decode, **shared))
+        list(evaluation_batches(files, spec, device=device, decode=decode, **shared))
         for device, decode in ((GPU, "cuda"), (CPU, "cpu"))
     )
     for (images, labels), (expected, own) in zip(one, other, strict=True):
@@ -232,10 +233,10 @@ def test_an_interrupted_run_goes_on_at_the_same_image(tmp_path, cuda_graphs):
     stop_at(first, 5)
     with pytest.raises(Interrupted):
         first.run()
-    assert saving.newest(tmp_path / "cut")[2]["position"]["step"] == 5
+    assert checkpoint.newest(tmp_path / "cut")[2]["position"]["step"] == 5
     second, rest = trainer("cut")
     assert second.resume()
     second.run()
     assert [*seen, *rest] == expected
-    last = second.logbook.rows[-1]
-    assert last["train_loss"] == pytest.approx(whole.logbook.rows[-1]["train_loss"], rel=1e-2)
+    last = second.run_log.rows[-1]
+    assert last["train_loss"] == pytest.approx(whole.run_log.rows[-1]["train_loss"], rel=1e-2)

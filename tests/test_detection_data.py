@@ -14,9 +14,9 @@ from PIL import Image
 from _detection import annotation, box, coco
 from cenet.detection.data import load, scenes
 from cenet.detection.evaluation import score
+from cenet.detection.job import write_left_out
 from cenet.detection.loaders import sample
 from cenet.detection.recipes import RECIPES
-from cenet.detection.run import write_left_out
 
 
 def test_crowds_are_not_trained_on():
@@ -213,7 +213,7 @@ def test_what_was_left_out_is_listed(tmp_path):
 
 
 def test_data_that_is_not_there():
-    with pytest.raises(ValueError, match="coco is not embedded; say where it is with --data"):
+    with pytest.raises(ValueError, match="coco is not built in; say where it is with --data"):
         load(RECIPES["resnet50_ce"], None)
     with pytest.raises(ValueError, match="shapes are drawn"):
         load(RECIPES["shapes"], "somewhere")

@@ -6,10 +6,10 @@ from torch import nn
 
 from _detection import annotation, box, coco, few_shapes
 from _distributed import run
-from cenet.detection.annotations import clean
+from cenet.detection.coco import clean
 from cenet.detection.evaluation import _results, evaluate, predict, score
 from cenet.detection.loaders import sample
-from cenet.train.processes import Processes
+from cenet.distributed import Processes
 
 CPU = torch.device("cpu")
 COUNTS = (7, 3, 1)

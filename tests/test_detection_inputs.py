@@ -8,12 +8,12 @@ import torch
 import cenet.detection.loaders as loaders
 from _checks import assert_close
 from _detection import TINY, annotation, coco, few_shapes
-from cenet.detection.annotations import clean
+from cenet.data.order import Shard
+from cenet.detection.coco import clean
 from cenet.detection.command import parse
 from cenet.detection.data import load, outline_mask, scenes
 from cenet.detection.loaders import sample, scaled_size, training_batches
-from cenet.detection.shapes import draw_shapes
-from cenet.train.order import Shard
+from cenet.detection.synthetic import draw_shapes
 
 CPU = torch.device("cpu")
 

@@ -18,13 +18,14 @@ from _detection import COMMIT, TINY, as_found, detection_row, few_shapes, write_
 from _pages import HOSTILE, Reader
 from _training import call
 from cenet.detection.boxes_svg import COLOURS, TALL, Box, draw_boxes
-from cenet.detection.engine import build_detector
+from cenet.detection.job import show_run
 from cenet.detection.page import build_page, read_source
 from cenet.detection.predictions import choose, match, predictions_section
-from cenet.detection.run import show_run
+from cenet.detection.trainer import build_detector
 from cenet.report.render import save_page
-from cenet.train import saving, snapshot
-from cenet.train.weights import WEIGHTS, write_weights
+from cenet.run_folder import WEIGHTS
+from cenet.train import checkpoint
+from cenet.train.weights import write_weights
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -311,8 +312,8 @@ def test_show_draws_what_the_weights_find(tmp_path, monkeypatch, capsys):
 def test_weights_that_were_not_measured_are_noted(tmp_path, updates, note):
     run = tmp_path / "run"
     write_detection_run(run, epochs=2)
-    tensors = snapshot.named("model", snapshot.module_state(network(TINY)))
-    saving.write(saving.checkpoint_path(run, updates), tensors, {})
+    tensors = checkpoint.with_prefix("model", checkpoint.module_state(network(TINY)))
+    checkpoint.write(checkpoint.checkpoint_path(run, updates), tensors, {})
     page = show_run(run, device="cpu", images=1).read_text()
     assert ("The predictions are of" in page) is (note is not None)
     if note is not None:

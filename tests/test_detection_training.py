@@ -18,14 +18,15 @@ import cenet.detection.data as data_module
 from _detection import TINY, batch, few_shapes, small_detector
 from _training import assert_same_run, call, metrics, stop_at
 from cenet.detection.data import SceneSplit, scenes
-from cenet.detection.engine import DetectionOptions, DetectionTrainer
+from cenet.detection.job import evaluate_run
 from cenet.detection.recipes import DetectionRecipe
-from cenet.detection.run import evaluate_run
-from cenet.train import saving
-from cenet.train.diagnosis import NonFiniteLoss
-from cenet.train.interrupts import Interrupted
-from cenet.train.logbook import read_metrics, read_run
-from cenet.train.processes import Processes
+from cenet.detection.trainer import DetectionOptions, DetectionTrainer
+from cenet.distributed import Processes
+from cenet.run_folder import read_metrics
+from cenet.signals import Interrupted
+from cenet.train import checkpoint
+from cenet.train.nonfinite import NonFiniteLoss
+from cenet.train.run_log import read_run
 from test_scaling_out import torchrun
 
 ALONE = Processes(0, 1, torch.device("cpu"))
@@ -53,7 +54,7 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(name, tmp_path):
     stop_at(first, update)
     with pytest.raises(Interrupted):
         first.run()
-    assert saving.newest(tmp_path / "cut")[2]["position"]["updates"] == update
+    assert checkpoint.newest(tmp_path / "cut")[2]["position"]["updates"] == update
     torch.manual_seed(99)  # nothing of this process may matter
     second = trainer(recipe, tmp_path / "cut")
     assert "resuming from step-" in second.resume()
@@ -116,7 +117,7 @@ def test_a_loss_that_is_not_finite_is_diagnosed(tmp_path):
     engine._update = spoiled
     with pytest.raises(NonFiniteLoss, match=r"epoch 2, update 5: parameter backbone.fpn.inner_b"):
         engine.run()
-    assert saving.newest(tmp_path)[2]["position"]["updates"] == 4
+    assert checkpoint.newest(tmp_path)[2]["position"]["updates"] == 4
 
 
 def test_tests_can_be_rare(tmp_path):
@@ -175,7 +176,7 @@ def test_train_eval_and_show(tmp_path, monkeypatch, capsys):
         (("train", "resnet50_ce", "--setting", "scratch"), "trainable_layers=3 keep parts of the"),
         (
             ("train", "resnet50_ce", "--setting", "scratch", "--trainable-layers", "5"),
-            "coco is not embedded",
+            "coco is not built in",
         ),
         (("train", "shapes", "--data", "x"), "shapes are drawn"),
         (("eval", "nowhere"), "nowhere is not a folder of `cenet detect train`"),
@@ -215,8 +216,8 @@ def test_signals_and_kills_through_the_command_line(coco_folder, tmp_path, monke
     for kind, code in ((signal.SIGTERM, 75), (signal.SIGKILL, -9)):
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen([sys.executable, "-m", "cenet", *resumed], env=environment)
-        before = {path.name for path in saving.checkpoints(cut)}
-        while process.poll() is None and {p.name for p in saving.checkpoints(cut)} <= before:
+        before = {path.name for path in checkpoint.checkpoints(cut)}
+        while process.poll() is None and {p.name for p in checkpoint.checkpoints(cut)} <= before:
             time.sleep(0.005)
         process.send_signal(kind)
         assert process.wait(timeout=120) == code
@@ -233,7 +234,7 @@ def test_two_processes_stop_and_resume(coco_folder, tmp_path):
     arguments += (*FIELDS, "--checkpoint-every", "1")
     assert torchrun(*arguments, "--out", str(whole)).wait(300) == 0
     process = torchrun(*arguments, "--out", str(cut))
-    while process.poll() is None and not saving.checkpoints(cut):
+    while process.poll() is None and not checkpoint.checkpoints(cut):
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     assert process.wait(300) != 0

@@ -16,15 +16,15 @@ from _checks import assert_close
 from _detection import TINY, batch, few_shapes, small_detector
 from _training import ALONE, assert_same_run, call, metrics
 from cenet import NormCE2d
-from cenet.detection.engine import DetectionOptions, DetectionTrainer, build_detector
-from cenet.detection.run import DetectionJob, evaluate_run, load_detector, train
+from cenet.data.input_spec import InputSpec
+from cenet.detection.job import DetectionJob, evaluate_run, load_detector, train
+from cenet.detection.trainer import DetectionOptions, DetectionTrainer, build_detector
 from cenet.models import create_model
-from cenet.train.inputs import Inputs
 
 CHANNELS = (16, 24, 32, 48)
 
 
-INPUTS = Inputs(("cat", "dog"), (51.0, 102.0, 204.0), (25.5, 127.5, 255.0))
+INPUTS = InputSpec(("cat", "dog"), (51.0, 102.0, 204.0), (25.5, 127.5, 255.0))
 
 
 def classifier(path):

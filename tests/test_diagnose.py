@@ -365,9 +365,9 @@ def test_hidden_folders_and_a_folder_of_test_images_alone(folder, tmp_path):
 
 def test_a_run_of_cenet_train(tmp_path, capsys):
     pytest.importorskip("sklearn")
+    from cenet.train.job import Job, evaluate_run, train
     from cenet.train.options import Options
     from cenet.train.recipes import find_recipe
-    from cenet.train.run import Job, evaluate_run, train
 
     out = tmp_path / "run"
     train(Job(replace(find_recipe("digits_ce"), epochs=1), Options(out)))

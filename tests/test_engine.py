@@ -12,17 +12,16 @@ from torch import nn
 
 import cenet.train.loop as loop_module
 from _training import TINY, VARIATIONS, assert_same_run, few_digits, metrics, stop_at, trainer
+from cenet.data.order import epoch_order, seed_of
+from cenet.distributed import Processes
 from cenet.models import create_model
 from cenet.nn import ce_layers
-from cenet.train import RECIPES, snapshot
-from cenet.train.engine import Trainer
-from cenet.train.interrupts import Interrupted
-from cenet.train.logbook import read_metrics
+from cenet.run_folder import WEIGHTS, read_metrics
+from cenet.signals import Interrupted
+from cenet.train import RECIPES, checkpoint
+from cenet.train.classifier import Trainer
+from cenet.train.job import Job, evaluate_run, train
 from cenet.train.options import Options
-from cenet.train.order import epoch_order, seed_of
-from cenet.train.processes import Processes
-from cenet.train.run import Job, evaluate_run, train
-from cenet.train.weights import WEIGHTS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -62,9 +61,9 @@ def by_hand(recipe, data):
     pixels = data.train.images.double()
     mean, std = pixels.mean(), pixels.std(correction=0)
     x, test_x = (((part.images - mean) / std).float() for part in data)
-    snapshot.seed_everything(seed_of("weights", recipe.seed))
+    checkpoint.seed_everything(seed_of("weights", recipe.seed))
     network = create_model("vgg6", "ce", num_classes=10, in_chans=1)
-    snapshot.seed_everything(seed_of("chance", recipe.seed, 0))
+    checkpoint.seed_everything(seed_of("chance", recipe.seed, 0))
     groups = {True: [], False: []}
     for name, parameter in network.named_parameters():
         free = name.endswith("mix_logit") or (parameter.dim() < 2 and not recipe.decay_norms)
@@ -244,7 +243,7 @@ def test_options_of_a_gpu_train_as_eager_steps_do(accumulate, options, tmp_path)
             where = Options(tmp_path / f"{block}_{name}", channels_last=True, **chosen)
             trainer = Trainer(recipe, few_digits(), where, device)
             trainer.run()
-            rows[name] = trainer.logbook.rows
+            rows[name] = trainer.run_log.rows
         for eager, other in zip(rows["eager"], rows["other"], strict=True):
             assert eager["lr"] == other["lr"]
             for name in ("train_loss", "test_loss"):

@@ -34,8 +34,8 @@ from cenet.diagnosing.command import diagnose_named
 from cenet.models.cost import PAPER_GFLOPS as NETWORKS
 from cenet.train import RECIPES
 from cenet.train.command import parse
+from cenet.train.job import Job, train
 from cenet.train.options import Options
-from cenet.train.run import Job, train
 from cenet.train.weights import load_run
 
 ROOT = Path(__file__).parent.parent

@@ -21,7 +21,17 @@ SOURCE = ROOT / "src" / "cenet"
 LINE = re.compile(r"[a-z0-9, -]+ (is|are) not installed; pip install 'cenet\[[a-z,]+\]'")
 QUIET = {"PYTHONWARNINGS": "ignore"}  # torch warns where numpy is not installed
 # everything else imports with torch alone
-OPTIONAL = ("cli", "demo", "lightning", "models", "train", "diagnosing", "report", "detection")
+OPTIONAL = (
+    "cli",
+    "demo",
+    "lightning",
+    "models",
+    "data",
+    "train",
+    "diagnosing",
+    "report",
+    "detection",
+)
 # what a user of the core does with a network of his own
 CORE = """
 import torch

@@ -24,7 +24,7 @@ from cenet.export import export_safetensors, load_network, load_weights_
 from cenet.models import NETWORKS, create_model
 from cenet.models.cost import PAPER_GFLOPS, cost, multiply_adds
 from cenet.models.released import released_ceresnet50
-from cenet.models.vgg import VGG16
+from cenet.models.staged import VGG16
 
 DATA = Path(__file__).parent / "data"
 # what torchvision publishes with its weights
@@ -461,6 +461,7 @@ def test_a_released_checkpoint_with_impossible_values_is_refused(key, value, mes
 def bench(monkeypatch, *arguments):
     """`benchmarks/bench_networks.py` in this process."""
     script = Path(__file__).parents[1] / "benchmarks" / "bench_networks.py"
+    monkeypatch.syspath_prepend(str(script.parent))
     monkeypatch.setattr(sys, "argv", [str(script), *arguments])
     runpy.run_path(str(script), run_name="__main__")
 

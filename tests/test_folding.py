@@ -20,8 +20,8 @@ from cenet import (
     load_released_ce_,
     update_ce_stats,
 )
-from cenet.folded import Finish, FoldedCE2d
 from cenet.folding import ConvWeights, fold_conv_weights
+from cenet.nn.folded import Finish, FoldedCE2d
 
 LAYERS = [ChannelEquilibrium2d, BatchDecorrelation2d, InstanceReweighting2d]
 

@@ -18,16 +18,15 @@ from torchvision.datasets import CIFAR10
 
 from _sources import write_parquet, write_shards
 from _training import TINY, assert_same_run, call, metrics, stop_at, trainer
+from cenet.data.datasets import Encoded, Resident, digest, digits, held_out, image_folders, load
 from cenet.diagnosing.command import run as diagnose
 from cenet.report import write_page
-from cenet.train import RECIPES, saving
-from cenet.train.data import Encoded, Resident, digest, digits, image_folders, load
-from cenet.train.holdout import held_out
-from cenet.train.interrupts import Interrupted
-from cenet.train.logbook import read_run
+from cenet.signals import Interrupted
+from cenet.train import RECIPES, checkpoint
+from cenet.train.job import Job, evaluate_run, train
 from cenet.train.options import Options
 from cenet.train.recipes import Recipe
-from cenet.train.run import Job, evaluate_run, train
+from cenet.train.run_log import read_run
 from cenet.train.weights import load_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -360,13 +359,13 @@ def test_runs_of_earlier_versions_are_read_and_resumed(tmp_path):
     trainer(recipe, whole, load(recipe, None)).run()
     interrupted(recipe, out, load(recipe, None))
     about = json.loads((out / "run.json").read_text())
-    path, tensors, facts, _ = saving.newest(out)
+    path, tensors, facts, _ = checkpoint.newest(out)
     for recorded in (about["recipe"], facts["recipe"]):
         for name in NEW_FIELDS:
             del recorded[name]
     del about["tested_on"]
     (out / "run.json").write_text(json.dumps(about))
-    saving.write(path, tensors, facts)
+    checkpoint.write(path, tensors, facts)
     assert read_run(out, Recipe)[0] == recipe
     assert evaluate_run(out, device="cpu")["test_loss"] > 0
     other = replace(recipe, holdout=0.1)

@@ -8,14 +8,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from _training import ALONE, TINY, few_digits, trainer
+from cenet.data.input_spec import input_spec_of
+from cenet.run_folder import WEIGHTS
 from cenet.train import RECIPES
-from cenet.train.engine import Trainer
-from cenet.train.initial import load_initial_
-from cenet.train.inputs import inputs_of
+from cenet.train.build import build_network
+from cenet.train.classifier import Trainer
+from cenet.train.job import Job, train
 from cenet.train.options import Options
-from cenet.train.run import Job, train
-from cenet.train.setup import build_network
-from cenet.train.weights import WEIGHTS, load_run
+from cenet.train.weights import load_initial_weights_, load_run
 
 PLAIN = replace(TINY, block="plain", epochs=1)
 CE = replace(TINY, ce_start="identity", epochs=1)
@@ -29,13 +29,13 @@ def plain(tmp_path_factory):
 
 
 def made(recipe, classes=10):
-    inputs = inputs_of(few_digits().train, torch.device("cpu"))
+    inputs = input_spec_of(few_digits().train, torch.device("cpu"))
     return build_network(recipe, inputs._replace(classes=tuple(map(str, range(classes)))))
 
 
 def test_ce_that_begins_as_identity_leaves_a_trained_network(plain):
     network = made(CE)
-    found = load_initial_(network, plain, 10)
+    found = load_initial_weights_(network, plain, 10)
     assert found.fresh
     assert all(".ce." in name for name in found.fresh)
     assert str(found).endswith("weights.safetensors; new are 6 CE layers")
@@ -43,14 +43,14 @@ def test_ce_that_begins_as_identity_leaves_a_trained_network(plain):
     expected = load_run(plain)(images)
     assert torch.allclose(network.eval()(images), expected, rtol=0, atol=1e-6)
     other = made(replace(CE, ce_start="paper"))
-    load_initial_(other, plain, 10)
+    load_initial_weights_(other, plain, 10)
     assert not torch.allclose(other.eval()(images), expected, atol=1e-2)
 
 
 def test_a_classifier_of_other_classes_begins_anew(plain):
     network = made(PLAIN, classes=7)
     before = {name: value.clone() for name, value in network.state_dict().items()}
-    found = load_initial_(network, plain / WEIGHTS, 7)
+    found = load_initial_weights_(network, plain / WEIGHTS, 7)
     head = [name for name, value in before.items() if value.shape[:1] == (7,)]
     assert list(found.fresh) == head
     assert len(head) == 2
@@ -61,21 +61,21 @@ def test_a_classifier_of_other_classes_begins_anew(plain):
 
 def test_weights_that_do_not_fit_are_refused(plain, tmp_path):
     with pytest.raises(ValueError, match=r"--weights .* are of another network: .* missing"):
-        load_initial_(made(RECIPES["vgg16_plain"]), plain, 10)
+        load_initial_weights_(made(RECIPES["vgg16_plain"]), plain, 10)
     with pytest.raises(ValueError, match=r"nothing is not a file"):
-        load_initial_(made(PLAIN), plain / "nothing", 10)
+        load_initial_weights_(made(PLAIN), plain / "nothing", 10)
     state = load_file(plain / WEIGHTS)
     name = next(iter(state))
     save_file({**state, name: state[name] * torch.nan}, tmp_path / "nan.safetensors")
     with pytest.raises(ValueError, match=rf"has values that are not finite: {name}"):
-        load_initial_(made(PLAIN), tmp_path / "nan.safetensors", 10)
+        load_initial_weights_(made(PLAIN), tmp_path / "nan.safetensors", 10)
     whole = made(CE).state_dict()
     last = [key for key in whole if ".ce." in key][-1]
     save_file(
         {key: value for key, value in whole.items() if key != last}, tmp_path / "a.safetensors"
     )
     with pytest.raises(ValueError, match=r"1 missing"):
-        load_initial_(made(CE), tmp_path / "a.safetensors", 10)
+        load_initial_weights_(made(CE), tmp_path / "a.safetensors", 10)
     with pytest.raises(ValueError, match="ce_start=identity is for CE; block=plain has none"):
         replace(CE, block="plain")
 

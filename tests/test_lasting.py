@@ -9,7 +9,7 @@ import torch
 from experiments.lasting import Course, Learner, learn_all, parse
 from torch.nn.functional import cross_entropy
 
-from cenet.train.data import digits
+from cenet.data.datasets import digits
 
 COURSE = Course(network="vgg6", tasks=2, epochs=2, images=128, batch=64, lr=0.05, weight_decay=1e-3)
 

@@ -17,18 +17,14 @@ import torch
 from PIL import Image
 from torch import nn
 
-import cenet.train.interrupts as interrupts
-import cenet.train.workers as pool
+import cenet.data.workers as pool
+import cenet.signals as signals
+from cenet.data.datasets import Encoded, Resident, image_folders
+from cenet.data.input_spec import input_spec_of
+from cenet.data.loaders import ResidentLoader, evaluation_batches, training_loader
+from cenet.data.order import Shard, epoch_order
+from cenet.data.sources import Folder
 from cenet.train import RECIPES
-from cenet.train.data import (
-    Encoded,
-    Resident,
-    image_folders,
-)
-from cenet.train.inputs import inputs_of
-from cenet.train.loaders import ResidentLoader, evaluation_batches, training_loader
-from cenet.train.order import Shard, epoch_order
-from cenet.train.sources import Folder
 
 CPU = torch.device("cpu")
 
@@ -55,7 +51,7 @@ def resident(n=40, size=10):
 
 def cropping_loader(data, *, channels_last):
     return ResidentLoader(
-        data, inputs_of(data), Shard(40, 8), augment="crop_flip", seed=0, device=CPU,
+        data, input_spec_of(data), Shard(40, 8), augment="crop_flip", seed=0, device=CPU,
         channels_last=channels_last,
     )  # fmt: skip
 
@@ -64,7 +60,7 @@ def test_crops_and_flips_on_the_device():
     """Every image of an epoch is a crop of its padded original, flipped or not; all kinds occur."""
     data = resident()
     loader = cropping_loader(data, channels_last=False)
-    mean, std = inputs_of(data).statistics(CPU)
+    mean, std = input_spec_of(data).statistics(CPU)
     expected = data.images.double()
     torch.testing.assert_close(mean.double(), expected.mean((0, 2, 3)), rtol=1e-6, atol=0)
     torch.testing.assert_close(
@@ -131,7 +127,7 @@ def folder(tmp_path_factory):
 def files_loader(files, batch, *, workers=0, steps=None, **fields):
     recipe = replace(RECIPES["resnet18_ce"], image_size=32, **{"epochs": 4, **fields})
     return training_loader(
-        recipe, files, inputs_of(files), Shard(len(files.labels), batch), device=CPU,
+        recipe, files, input_spec_of(files), Shard(len(files.labels), batch), device=CPU,
         channels_last=True, workers=workers, steps=steps,
     )  # fmt: skip
 
@@ -260,7 +256,7 @@ def test_workers_end_with_a_run_that_fails(fails, pause, message):
         "        for batch in super().__iter__():\n"
         "            yield batch\n"
         f"            time.sleep({pause})\n"
-        "from cenet.train.workers import loaded\n"
+        "from cenet.data.workers import loaded\n"
         "class Damaged:\n"
         "    def __getitem__(self, index):\n"
         f"        {fails}\n"
@@ -341,7 +337,7 @@ def test_signals_are_held_back_as_they_were_before():
 
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
-        with interrupts.held_back():
+        with signals.held_back():
             assert blocked() >= {signal.SIGTERM, signal.SIGINT}
         assert blocked() == before | {signal.SIGTERM}
     finally:
@@ -351,7 +347,7 @@ def test_signals_are_held_back_as_they_were_before():
 def test_workers_end_with_an_error_of_their_reader():
     """Nobody catches it, so Python keeps the iterator, and with it they were kept alive."""
     script = (
-        "from cenet.train.workers import loaded\n"
+        "from cenet.data.workers import loaded\n"
         "def read():\n"
         "    batches = loaded(range(60), [[i] for i in range(60)], workers=6, seed=0)\n"
         "    next(batches)\n"
@@ -407,7 +403,7 @@ def test_test_images_are_cropped_in_their_middle(tmp_path):
     image = gradient(tmp_path / "x.png", 32)
     files = Encoded(Folder([tmp_path / "x.png"]), torch.zeros(1, dtype=torch.long), ("a",))
     ((found, _),) = evaluation_batches(
-        files, inputs_of(files), size=28, batch=1, device=CPU, channels_last=False
+        files, input_spec_of(files), size=28, batch=1, device=CPU, channels_last=False
     )
     assert torch.equal(raw(found)[0], image[:, 2:30, 2:30])
 
@@ -418,7 +414,7 @@ def test_test_images_are_seen_once_over_all_processes(folder):
         seen = []
         for rank in range(3):
             batches = evaluation_batches(
-                data, inputs_of(data), size=32, batch=2, device=CPU,
+                data, input_spec_of(data), size=32, batch=2, device=CPU,
                 channels_last=False, rank=rank, world=3,
             )  # fmt: skip
             seen += [label for _, labels in batches for label in labels.tolist()]

@@ -15,7 +15,7 @@ from _planted import Planted, Tangled, images
 from _shards import equilibrated, train, under_ddp
 from cenet.analysis import Monitor, inhibited_ratio
 from cenet.analysis.monitor import FIELDS, POSITIONS
-from cenet.train.logbook import Logbook
+from cenet.train.run_log import RunLog
 
 
 def test_training_is_the_same_to_the_last_bit():
@@ -147,9 +147,9 @@ def test_a_resumed_run_takes_up_rows_of_an_earlier_version(tmp_path):
     path.write_text(
         "step,layer,inhibited_ratio,correlation,lambda\n0,relu,0.5,0.1,\n8,relu,0.25,0.2,0.5\n"
     )
-    logbook = Logbook(tmp_path)
-    logbook._forget_channels(8)
-    logbook.add_channels(8, {"relu": {"dormant_ratio": 0.125, "correlation": 0.3}})
+    log = RunLog(tmp_path)
+    log._forget_channels(8)
+    log.add_channels(8, {"relu": {"dormant_ratio": 0.125, "correlation": 0.3}})
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["step"] for row in rows] == ["0", "8"]

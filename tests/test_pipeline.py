@@ -11,17 +11,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-import cenet.train.loaders as loaders
-import cenet.train.pipeline as pipeline
+import cenet.data.loaders as loaders
+import cenet.data.pipeline as pipeline
 from _files import decode_here, jpeg, photograph, photographs, write_files
 from _training import TINY, assert_same_run, stop_at, trainer
+from cenet.data.datasets import Split
+from cenet.data.decoding import decode as decode_image
+from cenet.data.input_spec import input_spec_of
+from cenet.data.order import Shard, epoch_order
+from cenet.data.views import Viewing
+from cenet.signals import Interrupted
 from cenet.train import RECIPES
-from cenet.train.data import Split
-from cenet.train.decoding import decode as decode_image
-from cenet.train.inputs import inputs_of
-from cenet.train.interrupts import Interrupted
-from cenet.train.order import Shard, epoch_order
-from cenet.train.views import Viewing
 
 CPU = torch.device("cpu")
 
@@ -42,7 +42,7 @@ def files(tmp_path):
 def loader(files, decode="cuda", *, workers=2, batch=8, steps=None, **fields):
     recipe = replace(RECIPES["resnet18_ce"], **{"image_size": 32, "epochs": 2, **fields})
     return loaders.training_loader(
-        recipe, files, inputs_of(files), Shard(len(files.labels), batch), device=CPU,
+        recipe, files, input_spec_of(files), Shard(len(files.labels), batch), device=CPU,
         channels_last=True, workers=workers, decode=decode, steps=steps,
     )  # fmt: skip
 
@@ -86,7 +86,7 @@ def test_batches_are_those_of_worker_processes(files, stand_in, augment, decode)
 def test_test_batches_too(files, stand_in, decode):
     found, expected = (
         loaders.evaluation_batches(
-            files, inputs_of(files), size=32, batch=5, device=CPU, channels_last=False,
+            files, input_spec_of(files), size=32, batch=5, device=CPU, channels_last=False,
             workers=2, rank=1, world=2, decode=kind,
         )
         for kind in (decode, "cpu")

@@ -25,13 +25,12 @@ import cenet.kernels.launch as launch_module
 from _fused import block
 from _kernels import each_device, interpreted, kernels_on, poisoned
 from _training import TINY, few_digits
+from cenet.distributed import Processes
 from cenet.kernels import layer
 from cenet.kernels.preparation import rehearse
 from cenet.models import create_model
-from cenet.train.engine import Trainer
+from cenet.train.classifier import Trainer, rehearsals
 from cenet.train.options import Options
-from cenet.train.preparation import rehearsals
-from cenet.train.processes import Processes
 
 NETWORKS = {
     "vgg": partial(create_model, "vgg6", in_chans=1),

@@ -2,24 +2,28 @@
 
 import json
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
 from timm.layers import SEModule
 from torch import nn
 
+import cenet.detection.networks as detectors
 from _training import TINY, few_digits, trainer
 from cenet import NormCE2d
 from cenet.baselines import IterNorm2d, SwitchableWhitening2d
-from cenet.models import NETWORKS
+from cenet.data.input_spec import FILES_MEAN, FILES_STD, InputSpec
+from cenet.detection.recipes import Backbone
+from cenet.models import NETWORKS, factory, placement
 from cenet.nn import ChannelEquilibrium2d
-from cenet.train import RECIPES, Recipe, saving
-from cenet.train.inputs import FILES_MEAN, FILES_STD, Inputs
-from cenet.train.logbook import ABOUT, read_run
-from cenet.train.recipes import RD_RATIO
-from cenet.train.setup import build_loss, build_network, build_optimizer, build_schedule
+from cenet.run_folder import ABOUT
+from cenet.train import RECIPES, Recipe, checkpoint
+from cenet.train.build import build_loss, build_network, build_optimizer, build_schedule
+from cenet.train.recipes import NETWORK_NAMES, RD_RATIO, Act, Block, Norm
+from cenet.train.run_log import read_run
 
-IMAGENET = Inputs(tuple(str(i) for i in range(1000)), FILES_MEAN, FILES_STD)
+IMAGENET = InputSpec(tuple(str(i) for i in range(1000)), FILES_MEAN, FILES_STD)
 RESNETS = ("resnet18", "resnet50", "resnet101")
 # blocks of the four stages
 DEPTHS = {"resnet18": (2, 2, 2, 2), "resnet50": (3, 4, 6, 3), "resnet101": (3, 4, 23, 3)}
@@ -29,6 +33,16 @@ APPENDIX_E = {
     "weight_decay": 1e-4, "schedule": "step", "milestones": (30, 60, 90), "gamma": 0.1,
     "dataset": "imagenet", "image_size": 224,
 }  # fmt: skip
+
+
+def test_recipes_offer_what_the_factory_builds():
+    """Recipes list the names again, because importing the networks takes seconds."""
+    assert set(NETWORK_NAMES) == {*placement.NETWORKS, *placement.SMALL_NETWORKS}
+    assert set(get_args(Block)) == set(factory.BLOCKS)
+    assert set(get_args(Norm)) == set(factory.NORMS)
+    assert set(get_args(Act)) == {"default", *factory.ACTIVATIONS}
+    backbones = {f"{ce}{network}" for ce in ("", "ce") for network in detectors.RESNETS}
+    assert set(get_args(Backbone)) == backbones
 
 
 def network(name):
@@ -195,7 +209,7 @@ def test_a_run_of_an_earlier_version_is_read_and_goes_on(tmp_path, monkeypatch):
         engine.run()
     about = json.loads((tmp_path / ABOUT).read_text())
     assert not set(NEW) & set(about["recipe"])
-    assert not set(NEW) & set(saving.newest(tmp_path)[2]["recipe"])
+    assert not set(NEW) & set(checkpoint.newest(tmp_path)[2]["recipe"])
     recipe, _ = read_run(tmp_path, Recipe)
     assert recipe == TINY
     assert trainer(TINY, tmp_path, few_digits()).resume().endswith("epochs are trained")

@@ -8,18 +8,13 @@ import torch
 from PIL import Image
 from torch import nn
 
+from cenet.data.datasets import corrupt, digits, image_folders, load
+from cenet.data.decoding import read_image
+from cenet.data.input_spec import input_spec_of
 from cenet.models import create_model
 from cenet.train import RECIPES, Recipe, find_recipe
-from cenet.train.data import (
-    corrupt,
-    digits,
-    image_folders,
-    load,
-)
-from cenet.train.decoding import read_image
-from cenet.train.inputs import inputs_of
+from cenet.train.build import build_loss, build_network, build_optimizer, build_schedule
 from cenet.train.recipes import family_and_row
-from cenet.train.setup import build_loss, build_network, build_optimizer, build_schedule
 
 
 @pytest.mark.parametrize(
@@ -107,7 +102,7 @@ def test_schedules_are_those_of_their_formulas():
 
 def test_all_is_decayed_but_lambda_and_alpha():
     recipe = RECIPES["digits_ce"]
-    model = build_network(recipe, inputs_of(digits().train))
+    model = build_network(recipe, input_spec_of(digits().train))
     decayed, spared = build_optimizer(recipe, model, images_per_update=128).param_groups
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     assert {names[id(p)].rpartition(".")[2] for p in spared["params"]} == {"mix_logit"}
@@ -229,7 +224,7 @@ def test_folders_in_memory_and_what_is_wrong_with_them(tmp_path):
         load(recipe, None)
     with pytest.raises(ValueError, match="nowhere is not a folder"):
         load(recipe, tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="the digits are embedded"):
+    with pytest.raises(ValueError, match="the digits dataset is built in; remove --data"):
         load(RECIPES["digits_ce"], tmp_path)
 
 

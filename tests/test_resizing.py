@@ -11,8 +11,8 @@ import torch
 from torchvision.transforms.functional import to_pil_image
 from torchvision.transforms.v2 import functional
 
-import cenet.train.resizing as resizing
-from cenet.train.views import View, Viewing, shown
+import cenet.data.resizing as resizing
+from cenet.data.views import View, Viewing, shown
 
 SIZE = 24
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -26,15 +26,16 @@ from safetensors.torch import save_file
 from _checks import version_1
 from _training import ALONE, TINY, VARIATIONS, assert_same_run, call, few_digits, stop_at, trainer
 from cenet.checkpoints import digest, read_state
-from cenet.train import saving, snapshot
-from cenet.train.command import ended
-from cenet.train.engine import Trainer
-from cenet.train.interrupts import Interrupted
+from cenet.data.sources import Folder
+from cenet.distributed import Processes
+from cenet.run_folder import WEIGHTS
+from cenet.signals import Interrupted
+from cenet.train import checkpoint
+from cenet.train.classifier import Trainer
+from cenet.train.command import exit_with_reason
+from cenet.train.job import Job, train
 from cenet.train.options import Options
-from cenet.train.processes import Processes
-from cenet.train.run import Job, train
-from cenet.train.sources import Folder
-from cenet.train.weights import WEIGHTS, load_run
+from cenet.train.weights import load_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -46,11 +47,11 @@ def test_a_run_folder_written_before_version_2_goes_on_and_is_read(tmp_path):
     stop_at(first, 5)
     with pytest.raises(Interrupted):
         first.run()
-    for path in saving.checkpoints(tmp_path / "old"):
-        tensors, facts = saving.read(path)
+    for path in checkpoint.checkpoints(tmp_path / "old"):
+        tensors, facts = checkpoint.read(path)
         old = version_1(tensors)
         assert {name.partition(".")[0] for name in tensors.keys() - old.keys()} == {"ema", "model"}
-        saving.write(path, old, facts)
+        checkpoint.write(path, old, facts)
     second = trainer(recipe, tmp_path / "old", few_digits())
     assert "resuming from step-" in second.resume()
     second.run()
@@ -79,7 +80,7 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(name, tmp_path):
         stop_at(first, update)
         with pytest.raises(Interrupted):
             first.run()
-        assert saving.newest(out)[2]["position"]["updates"] == update
+        assert checkpoint.newest(out)[2]["position"]["updates"] == update
         torch.manual_seed(99)  # nothing of this process may matter
         about = json.loads((out / "run.json").read_text())
         about["environment"]["commit"] = "the first"
@@ -135,8 +136,8 @@ def test_other_images_are_another_run(few_files, tmp_path):
 
 def test_only_one_run_writes_to_a_folder(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from cenet.train.claims import claimed\n"
-        "with claimed(Path(sys.argv[1])): print('mine', flush=True); input()"
+        "import sys; from pathlib import Path; from cenet.run_folder import locked\n"
+        "with locked(Path(sys.argv[1])): print('mine', flush=True); input()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], **pipes) as other:
@@ -156,7 +157,7 @@ def test_a_signal_to_workers_too_is_saved(files_folder, tmp_path):
         [sys.executable, "-u", "-m", "cenet", *arguments], start_new_session=True,
         stdout=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
-        while process.poll() is None and not saving.checkpoints(tmp_path / "run"):
+        while process.poll() is None and not checkpoint.checkpoints(tmp_path / "run"):
             time.sleep(0.01)
         os.killpg(process.pid, signal.SIGTERM)
         assert any(line.startswith("interrupted and saved") for line in process.stdout)
@@ -173,7 +174,7 @@ def test_a_test_image_that_cannot_be_read_does_not_cost_the_epoch(files_folder, 
         out = tmp_path / str(workers)
         with pytest.raises(ValueError, match=r"^.*3/x.png is not an image that can be read: .*$"):
             train(Job(recipe, Options(out, workers=workers), root, device="cpu"))
-        position = saving.newest(out)[2]["position"]
+        position = checkpoint.newest(out)[2]["position"]
         assert (position["epoch"], position["updates"]) == (0, position["step"])
         assert position["updates"] > 0
     Image.new("L", (20, 18), 60).save(root / "test" / "3" / "x.png")
@@ -211,7 +212,7 @@ def test_a_compiler_that_takes_signals_over_does_not_keep_them(tmp_path):
     stop_at(engine, 3)
     with pytest.raises(Interrupted):
         engine.run()
-    assert saving.newest(tmp_path)[2]["position"]["updates"] == 3
+    assert checkpoint.newest(tmp_path)[2]["position"]["updates"] == 3
 
 
 def test_a_worker_that_dies_while_the_run_computes_is_explained(few_files, tmp_path, monkeypatch):
@@ -225,7 +226,7 @@ def test_a_worker_that_dies_while_the_run_computes_is_explained(few_files, tmp_p
             time.sleep(0.01)
 
     monkeypatch.setattr(Trainer, "add_gradients", killing)
-    monkeypatch.setattr("cenet.train.run.load", lambda *_: few_files)
+    monkeypatch.setattr("cenet.train.job.load", lambda *_: few_files)
     with pytest.raises(ValueError, match=r"a process that reads images has died .* --workers$"):
         train(Job(recipe, Options(tmp_path, workers=2), device="cpu"))
 
@@ -252,32 +253,32 @@ def test_a_second_interrupt_stops_at_once(tmp_path):
 
 def test_checkpoints_come_as_often_as_asked_and_two_stay(tmp_path, monkeypatch):
     written = []
-    real = saving.write
+    real = checkpoint.write
 
     def noted(path, tensors, facts):
         written.append(facts["position"]["updates"])
         real(path, tensors, facts)
 
-    monkeypatch.setattr(saving, "write", noted)
+    monkeypatch.setattr(checkpoint, "write", noted)
     trainer(TINY, tmp_path, few_digits(), checkpoint_every=4).run()
     assert written == [4, 6, 8, 12]  # an epoch has six
-    names = [path.name for path in saving.checkpoints(tmp_path)]
+    names = [path.name for path in checkpoint.checkpoints(tmp_path)]
     assert names == ["step-000000012.safetensors", "step-000000008.safetensors"]
 
 
 def test_a_full_disk_ends_a_run_and_leaves_its_checkpoints(tmp_path, monkeypatch):
-    real = saving.save_file
+    real = checkpoint.save_file
 
     def full(tensors, path, metadata):
         real(tensors, path, metadata)
         if "000000018" in path.name:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(saving, "save_file", full)
+    monkeypatch.setattr(checkpoint, "save_file", full)
     with pytest.raises(OSError, match="No space left"):
         trainer(replace(TINY, epochs=3), tmp_path, few_digits()).run()
-    assert [int(path.stem[5:]) for path in saving.checkpoints(tmp_path)] == [12, 6]
-    assert saving.newest(tmp_path)[3] == []
+    assert [int(path.stem[5:]) for path in checkpoint.checkpoints(tmp_path)] == [12, 6]
+    assert checkpoint.newest(tmp_path)[3] == []
 
 
 def test_all_random_number_generators_come_back():
@@ -286,9 +287,9 @@ def test_all_random_number_generators_come_back():
         return (*own, torch.rand(()).item())
 
     draw()  # both Gaussians keep a second number
-    kept = snapshot.chance(ALONE.device)
+    kept = checkpoint.rng_state(ALONE.device)
     expected = [draw() for _ in range(3)]
-    snapshot.set_chance(ALONE.device, *kept)
+    checkpoint.set_rng_state(ALONE.device, *kept)
     assert [draw() for _ in range(3)] == expected
 
 
@@ -313,8 +314,8 @@ def test_signals_and_kills_through_the_command_line(tmp_path, monkeypatch, capsy
     resumed = (*arguments, "--out", str(cut), "--resume", "auto")
     for kind, code in ((signal.SIGTERM, 75), (signal.SIGKILL, -9)):
         process = subprocess.Popen([sys.executable, "-m", "cenet", *resumed])
-        before = {path.name for path in saving.checkpoints(cut)}
-        while process.poll() is None and {p.name for p in saving.checkpoints(cut)} <= before:
+        before = {path.name for path in checkpoint.checkpoints(cut)}
+        while process.poll() is None and {p.name for p in checkpoint.checkpoints(cut)} <= before:
             time.sleep(0.005)
         process.send_signal(kind)
         assert process.wait(timeout=60) == code
@@ -339,7 +340,7 @@ def test_a_signal_while_a_command_starts(tmp_path, times):
         said = process.communicate(timeout=60)[1]
     assert process.returncode == 75
     assert said == "interrupted; the same command with --resume auto goes on\n"
-    assert not saving.checkpoints(folder)
+    assert not checkpoint.checkpoints(folder)
 
 
 def test_what_a_full_disk_and_a_second_interrupt_say(tmp_path, capsys):
@@ -349,13 +350,13 @@ def test_what_a_full_disk_and_a_second_interrupt_say(tmp_path, capsys):
     with pytest.raises(
         SystemExit, match=r"No space left.*step-1.*; make room, and the same command"
     ):
-        ended(full, tmp_path)
+        exit_with_reason(full, tmp_path)
 
     def twice():
         raise KeyboardInterrupt
 
     with pytest.raises(SystemExit) as left:
-        ended(twice, tmp_path)
+        exit_with_reason(twice, tmp_path)
     assert left.value.code == 130
     assert "--resume auto goes on from the newest checkpoint" in capsys.readouterr().out
 
@@ -368,13 +369,13 @@ def test_the_end_of_another_process_is_one_line(tmp_path, monkeypatch):
         raise RuntimeError("a mistake")
 
     with pytest.raises(RuntimeError, match="closed by peer"):  # of something else
-        ended(gone, tmp_path)
+        exit_with_reason(gone, tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit, match=r"^process 1: another process has ended; its"):
-        ended(gone, tmp_path)
+        exit_with_reason(gone, tmp_path)
     with pytest.raises(RuntimeError, match="a mistake"):
-        ended(other, tmp_path)
+        exit_with_reason(other, tmp_path)
 
 
 @pytest.mark.gpu
@@ -396,7 +397,7 @@ def test_an_interrupted_run_of_cuda_graphs_goes_on(tmp_path):
     rest = trainer("half", 3)
     assert rest.resume()
     rest.run()
-    last, expected = rest.logbook.rows[-1], whole.logbook.rows[-1]
+    last, expected = rest.run_log.rows[-1], whole.run_log.rows[-1]
     # cuDNN adds in any order, and few images make the most of it
     assert last["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-2)
 

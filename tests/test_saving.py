@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cenet.train import saving
-from cenet.train.saving import DamagedCheckpoint
+from cenet.train import checkpoint
+from cenet.train.checkpoint import DamagedCheckpoint
 
 
 def content(seed=0):
@@ -37,27 +37,27 @@ def same(found, expected):
 
 def test_what_is_written_is_read(tmp_path):
     path = tmp_path / "folder" / "step-000000001.safetensors"
-    saving.write(path, *content())
-    assert same(saving.read(path), content())
+    checkpoint.write(path, *content())
+    assert same(checkpoint.read(path), content())
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
 def test_every_truncation_is_found(tmp_path):
     path = tmp_path / "step-000000001.safetensors"
-    saving.write(path, *content())
+    checkpoint.write(path, *content())
     whole = path.read_bytes()
     for length in [*range(0, len(whole), 4096), *range(0, 600, 7), len(whole) - 1]:
         path.write_bytes(whole[:length])
         with pytest.raises(DamagedCheckpoint, match=r"step-000000001.safetensors"):
-            saving.read(path)
+            checkpoint.read(path)
     path.write_bytes(whole + b"x")
     with pytest.raises(DamagedCheckpoint):
-        saving.read(path)
+        checkpoint.read(path)
 
 
 def test_every_bit_counts(tmp_path):
     path = tmp_path / "step-000000001.safetensors"
-    saving.write(path, *content())
+    checkpoint.write(path, *content())
     whole = path.read_bytes()
     header = int.from_bytes(whole[:8], "little") + 8
     chance = random.Random(0)
@@ -68,7 +68,7 @@ def test_every_bit_counts(tmp_path):
         damaged[place] ^= 1 << chance.randrange(8)
         path.write_bytes(damaged)
         try:
-            found = saving.read(path)
+            found = checkpoint.read(path)
         except DamagedCheckpoint:
             continue
         pytest.fail(f"a flipped bit in byte {place} was not found: {found[1]}")
@@ -78,47 +78,47 @@ def test_foreign_files_are_refused(tmp_path):
     path = tmp_path / "step-000000001.safetensors"
     save_file({"weight": torch.zeros(2)}, path)
     with pytest.raises(DamagedCheckpoint, match="was not written by `cenet train`"):
-        saving.read(path)
+        checkpoint.read(path)
     for data in (b"", b"\x80\x04code", b"{}"):
         path.write_bytes(data)
         with pytest.raises(DamagedCheckpoint, match="cannot be read as a checkpoint"):
-            saving.read(path)
+            checkpoint.read(path)
     with pytest.raises(DamagedCheckpoint, match="cannot be read as a checkpoint"):
-        saving.read(tmp_path / "none.safetensors")
+        checkpoint.read(tmp_path / "none.safetensors")
 
 
 def test_two_are_kept_and_an_older_one_takes_over(tmp_path):
-    assert saving.newest(tmp_path) is None
+    assert checkpoint.newest(tmp_path) is None
     for step in (1, 2, 30):
-        saving.write(saving.checkpoint_path(tmp_path, step), *content(step))
-        saving.forget_old(tmp_path)
-    names = [path.name for path in saving.checkpoints(tmp_path)]
+        checkpoint.write(checkpoint.checkpoint_path(tmp_path, step), *content(step))
+        checkpoint.forget_old(tmp_path)
+    names = [path.name for path in checkpoint.checkpoints(tmp_path)]
     assert names == ["step-000000030.safetensors", "step-000000002.safetensors"]
-    path, *found, problems = saving.newest(tmp_path)
+    path, *found, problems = checkpoint.newest(tmp_path)
     assert same(found, content(30))
     assert not problems
     path.write_bytes(path.read_bytes()[:-9])
-    older, *found, problems = saving.newest(tmp_path)
+    older, *found, problems = checkpoint.newest(tmp_path)
     assert same(found, content(2))
     assert "step-000000030.safetensors" in problems[0]
     older.write_bytes(b"")
     with pytest.raises(DamagedCheckpoint, match=r"step-000000030.*step-000000002"):
-        saving.newest(tmp_path)
+        checkpoint.newest(tmp_path)
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch, call):
-    path = saving.checkpoint_path(tmp_path, 1)
-    saving.write(path, *content())
+    path = checkpoint.checkpoint_path(tmp_path, 1)
+    checkpoint.write(path, *content())
 
     def fail(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, call, fail)
     with pytest.raises(OSError, match="No space left"):
-        saving.write(path, *content(1))
+        checkpoint.write(path, *content(1))
     monkeypatch.undo()
-    assert same(saving.read(path), content())
+    assert same(checkpoint.read(path), content())
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
@@ -136,30 +136,30 @@ def test_the_file_and_its_name_reach_the_disk_in_order(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", noted_sync)
     monkeypatch.setattr(os, "replace", noted_replace)
-    saving.write(saving.checkpoint_path(tmp_path, 1), *content())
+    checkpoint.write(checkpoint.checkpoint_path(tmp_path, 1), *content())
     assert calls == ["file", "rename", "folder"]
 
 
 @pytest.mark.slow  # test_background has kills beside the training
 def test_a_hundred_kills_while_saving_leave_a_whole_checkpoint(tmp_path):
     chance = random.Random(0)
-    saving.write(saving.checkpoint_path(tmp_path, 0), *content(0))
+    checkpoint.write(checkpoint.checkpoint_path(tmp_path, 0), *content(0))
     step = 0
     for _ in range(100):
         child = os.fork()
         if child == 0:
             while True:
                 step += 1
-                saving.write(saving.checkpoint_path(tmp_path, step), *content(step))
-                saving.forget_old(tmp_path)
+                checkpoint.write(checkpoint.checkpoint_path(tmp_path, step), *content(step))
+                checkpoint.forget_old(tmp_path)
         time.sleep(chance.uniform(0.0, 0.03))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        _, *found, problems = saving.newest(tmp_path)
+        _, *found, problems = checkpoint.newest(tmp_path)
         assert not problems
         step = found[1]["seed"]
         assert same(found, content(step))
     assert step > 100
     # what was left over or half written goes with the next checkpoint
-    saving.forget_old(tmp_path)
+    checkpoint.forget_old(tmp_path)
     assert len(list(tmp_path.iterdir())) == 2

@@ -18,8 +18,8 @@ from _distributed import run
 from _training import assert_same_run, metrics
 from cenet.models import create_model
 from cenet.nn import ce_layers
-from cenet.train import saving
-from cenet.train.run import evaluate_run
+from cenet.train import checkpoint
+from cenet.train.job import evaluate_run
 
 pytestmark = pytest.mark.slow
 SMALL = ("--epochs", "2", "--batch-size", "64", "--device", "cpu", "--checkpoint-every", "2")
@@ -39,11 +39,11 @@ def test_two_processes_stop_resume_and_become_one(tmp_path):
     arguments = ("train", "digits_ce", *SMALL)
     assert torchrun(*arguments, "--out", str(whole)).wait(120) == 0
     process = torchrun(*arguments, "--out", str(cut))
-    while process.poll() is None and not saving.checkpoints(cut):
+    while process.poll() is None and not checkpoint.checkpoints(cut):
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     assert process.wait(120) != 0
-    updates = saving.newest(cut)[2]["position"]["updates"]
+    updates = checkpoint.newest(cut)[2]["position"]["updates"]
     assert 0 < updates < 20
     resumed = (*arguments, "--out", str(cut), "--resume", "auto")
     assert torchrun(*resumed).wait(120) == 0
@@ -53,7 +53,7 @@ def test_two_processes_stop_resume_and_become_one(tmp_path):
         metrics(whole)[-1]["test_loss"], rel=1e-6
     )
     assert [row["updates"] for row in metrics(cut)] == [10, 20]
-    tensors, facts = saving.newest(cut)[1:3]
+    tensors, facts = checkpoint.newest(cut)[1:3]
     assert len(facts["chance"]) == 2
     assert not torch.equal(tensors["chance.0.torch"], tensors["chance.1.torch"])
 
@@ -95,11 +95,11 @@ def test_a_folder_that_holds_a_run_stops_all_processes(tmp_path, capfd):
 def test_another_number_of_processes_goes_on_at_the_same_image(tmp_path):
     arguments = ("train", "digits_ce", *SMALL, "--out", str(tmp_path))
     process = torchrun(*arguments)
-    while process.poll() is None and not saving.checkpoints(tmp_path):
+    while process.poll() is None and not checkpoint.checkpoints(tmp_path):
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     process.wait(120)
-    facts = saving.newest(tmp_path)[2]
+    facts = checkpoint.newest(tmp_path)[2]
     assert torchrun(*arguments, "--resume", "auto", processes=1).wait(120) == 0
     first = metrics(tmp_path)[0]
     # 21 steps of 64 images in one process, what was seen by two taken off

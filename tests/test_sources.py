@@ -18,13 +18,13 @@ from PIL import Image
 
 from _sources import files_of, write_parquet, write_rows, write_shards, write_tar
 from _training import TINY, assert_same_run, call, stop_at, trainer
+from cenet.data import parquet
+from cenet.data.datasets import Encoded, Resident, digest, image_folders, load, load_test
+from cenet.data.input_spec import input_spec_of
+from cenet.data.loaders import training_loader
+from cenet.data.order import Shard
 from cenet.extras import MissingExtraError
-from cenet.train import parquet
-from cenet.train.data import Encoded, Resident, digest, image_folders, load, load_test
-from cenet.train.inputs import inputs_of
-from cenet.train.interrupts import Interrupted
-from cenet.train.loaders import training_loader
-from cenet.train.order import Shard
+from cenet.signals import Interrupted
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -34,7 +34,7 @@ FORMS = ("tar", "parquet")
 
 def files_loader(data, recipe, *, batch, workers):
     return training_loader(
-        recipe, data, inputs_of(data), Shard(len(data.labels), batch),
+        recipe, data, input_spec_of(data), Shard(len(data.labels), batch),
         device=torch.device("cpu"), workers=workers,
     )  # fmt: skip
 

@@ -12,9 +12,9 @@ import torch
 
 import cenet.train.times as times
 from _training import TINY, few_digits, stop_at, trainer
-from cenet.train.interrupts import Interrupted
+from cenet.signals import Interrupted
+from cenet.train.job import Job, train
 from cenet.train.options import Options
-from cenet.train.run import Job, train
 from cenet.train.times import PARTS, Clock, Waits, in_words, process_age, start_in_words
 
 pytestmark = pytest.mark.usefixtures("one_thread")

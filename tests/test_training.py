@@ -10,14 +10,15 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from _training import ALONE, TINY, call, few_digits, trainer
+from cenet.distributed import Processes
 from cenet.models import create_model
-from cenet.train import saving
-from cenet.train.diagnosis import NonFiniteLoss, first_non_finite
-from cenet.train.engine import Trainer
+from cenet.run_folder import WEIGHTS
+from cenet.train import checkpoint
+from cenet.train.classifier import Trainer
+from cenet.train.job import Job, evaluate_run, train
+from cenet.train.nonfinite import NonFiniteLoss, first_non_finite
 from cenet.train.options import Options
-from cenet.train.processes import Processes
-from cenet.train.run import Job, evaluate_run, train
-from cenet.train.weights import WEIGHTS, load_run
+from cenet.train.weights import load_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -131,7 +132,7 @@ def test_a_loss_that_is_not_finite_is_diagnosed_and_the_last_good_checkpoint_kep
     engine._update = spoiled
     with pytest.raises(NonFiniteLoss, match=r"epoch 2, update 8: parameter features.7.weight"):
         engine.run()
-    tensors = saving.newest(tmp_path)[1]
+    tensors = checkpoint.newest(tmp_path)[1]
     assert all(value.isfinite().all() for value in tensors.values() if value.is_floating_point())
 
 
@@ -156,7 +157,7 @@ def test_the_first_layer_that_is_not_finite_is_named():
         (("train", "digits_ce", "--lr", "-1"), "lr=-1.0 must be at least"),
         (("train", "digits_ce", "--log-every", "0"), "log_every=0 must be at least 1"),
         (("train", "digits_ce", "--blok", "ce"), "Perhaps you meant"),
-        (("train", "vgg16_ce"), "cifar10 is not embedded; say where it is with --data FOLDER"),
+        (("train", "vgg16_ce"), "cifar10 is not built in; say where it is with --data FOLDER"),
         (("train", "digits_ce", "--out", "/proc/nowhere"), "/proc/nowhere"),
         (("eval", "nowhere"), "nowhere is not a folder of `cenet train`"),
     ],

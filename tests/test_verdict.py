@@ -21,9 +21,9 @@ CHANNELS = 20
 def runs(tmp_path_factory):
     """The digits recipes, trained shortly: batch norm, and the same with CE."""
     pytest.importorskip("sklearn")
+    from cenet.train.job import Job, train
     from cenet.train.options import Options
     from cenet.train.recipes import find_recipe
-    from cenet.train.run import Job, train
 
     root = tmp_path_factory.mktemp("verdict")
     for name in ("digits_plain", "digits_ce"):

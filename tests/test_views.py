@@ -8,8 +8,8 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from cenet.train.order import seed_of
-from cenet.train.views import PADDING, Viewing, shown, shown_in_test
+from cenet.data.order import seed_of
+from cenet.data.views import PADDING, Viewing, shown, shown_in_test
 
 
 def transforms(augment, size):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cenet.evaluating import evaluating
 from cenet.nn import BatchDecorrelation2d, EquilibriumLayer, InstanceReweighting2d, ce_layers
 
 
@@ -45,26 +46,25 @@ def update_ce_stats(
         raise ValueError(f"num_batches={num_batches} must be at least 1")
     branches = [branch for layer in layers for branch in _branches(layer)]
     device = next(layers[0].buffers()).device if device is None else device
-    modes = {module: module.training for module in model.modules()}
     momenta = [branch.momentum for branch in branches]
     saved = [[buffer.clone() for buffer in branch.buffers()] for branch in branches]
     count = 0
     try:
-        model.eval()
-        for layer in layers:
-            layer.train()
-            layer.reset_running_stats()
-        for branch in branches:
-            branch.momentum = None
-        for batch in islice(loader, num_batches):
-            inputs = batch[0] if isinstance(batch, list | tuple) else batch
-            if not isinstance(inputs, Tensor):
-                raise TypeError(
-                    "loader must yield tensors, or tuples and lists that start with one, got "
-                    f"{type(batch).__name__}"
-                )
-            model(inputs.to(device))
-            count += 1
+        with evaluating(model):
+            for layer in layers:
+                layer.train()
+                layer.reset_running_stats()
+            for branch in branches:
+                branch.momentum = None
+            for batch in islice(loader, num_batches):
+                inputs = batch[0] if isinstance(batch, list | tuple) else batch
+                if not isinstance(inputs, Tensor):
+                    raise TypeError(
+                        "loader must yield tensors, or tuples and lists that start with one, got "
+                        f"{type(batch).__name__}"
+                    )
+                model(inputs.to(device))
+                count += 1
         if count == 0:
             raise ValueError("loader yielded no batch; the running statistics are unchanged")
         silent = [name for name, layer in ce_layers(model) if layer in layers and _saw_none(layer)]
@@ -80,8 +80,6 @@ def update_ce_stats(
     finally:
         for branch, momentum in zip(branches, momenta, strict=True):
             branch.momentum = momentum
-        for module, mode in modes.items():
-            module.training = mode
     return count
 
 

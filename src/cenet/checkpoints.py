@@ -84,7 +84,7 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
 
     Raises:
         MissingExtraError: safetensors is not installed.
-        ValueError: the file is missing, damaged, or holds something else than tensors.
+        ValueError: the file is missing, damaged, or does not hold tensors only.
     """
     path = Path(path)
     state: Any

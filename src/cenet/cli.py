@@ -1,6 +1,5 @@
 """The `cenet` command: parse, then one call each."""
 
-import os
 import signal
 import sys
 from pathlib import Path
@@ -245,18 +244,20 @@ def evaluate(
             batches first.
         save: file for the recalibrated weights.
     """
-    from cenet.train.logbook import read_run
+    from cenet.distributed import is_first_process
+    from cenet.run_folder import WEIGHTS
+    from cenet.train.job import evaluate_run
     from cenet.train.recipes import Recipe
-    from cenet.train.run import evaluate_run
-    from cenet.train.weights import WEIGHTS, read_weights
+    from cenet.train.run_log import read_run
+    from cenet.train.weights import read_weights
 
     try:
         found = evaluate_run(run, data, device, recalibrate=recalibrate, save=save)
         source = read_weights(run)[1]
         share = read_run(run, Recipe)[0].holdout
     except (ValueError, OSError) as error:
-        raise SystemExit(str(error) if os.environ.get("RANK", "0") == "0" else 1) from error
-    if os.environ.get("RANK", "0") != "0":
+        raise SystemExit(str(error) if is_first_process() else 1) from error
+    if not is_first_process():
         return
     if source != WEIGHTS:
         print(f"the run is not finished; this is its checkpoint {source}")
@@ -304,9 +305,9 @@ def main() -> None:
 
 def _main() -> None:
     if sys.argv[1:2] in (["train"], ["detect"]):
-        from cenet.train.interrupts import answered
+        from cenet.signals import exit_on_sigterm
 
-        with answered():
+        with exit_on_sigterm():
             (train if sys.argv[1] == "train" else detect)()  # their arguments depend on the recipe
         return
     tyro.extras.subcommand_cli_from_dict(

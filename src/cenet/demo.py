@@ -23,7 +23,7 @@ require("demo")
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.table import Table
 from torch import nn
 
@@ -31,10 +31,11 @@ from cenet.analysis.diagnosis import FILE, Diagnosis
 from cenet.diagnosing.command import diagnose_loaded, diagnose_named
 from cenet.diagnosing.network import find_network
 from cenet.report import write_page
+from cenet.run_folder import METRICS, read_metrics
 from cenet.train import RECIPES
-from cenet.train.logbook import METRICS, read_metrics
+from cenet.train.job import Job, train
 from cenet.train.options import Options
-from cenet.train.run import Job, train
+from cenet.train.progress import progress_bar
 
 ROWS = {"BN": "digits_plain", "BN+CE": "digits_ce"}
 RESCALED = "BN, rescaled"
@@ -128,11 +129,10 @@ def _train(jobs: Sequence[Job], epochs: int) -> None:
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("epochs"),
-        TimeRemainingColumn(),
     )
     with (
         ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool,
-        Progress(*columns, console=Console(stderr=True)) as progress,
+        progress_bar(*columns, shown=True) as progress,
     ):
         futures: list[Future[None]] = [pool.submit(_train_and_diagnose, job) for job in jobs]
         tasks = [progress.add_task(job.options.out.name, total=epochs) for job in jobs]

@@ -14,11 +14,11 @@ from cenet.version import VERSION
 
 
 def environment(device: torch.device, world: int) -> dict[str, Any]:
-    """Versions and hardware."""
+    """Versions and hardware, for the files that a run writes."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return {
         "cenet": VERSION,
-        "commit": _commit(),
+        "commit": commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torchvision": _version("torchvision"),
@@ -39,7 +39,7 @@ def _version(package: str) -> str | None:
     return version
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """The commit of the source, if it is a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     try:

@@ -78,15 +78,26 @@ def _load_folder(name: str, folder: Path) -> Any:
 
 def export_onnx(model: nn.Module, path: str | Path, example: Tensor) -> None:
     """Write an ONNX file of the network, folded if its norms are batch norms; batch free."""
+    write_onnx(_deployed(model), path, example, ["logits"])
+
+
+def write_onnx(
+    module: nn.Module, path: str | Path, example: Tensor, output_names: list[str]
+) -> None:
+    """Write an ONNX file of a module of images for any batch size and the image size of `example`.
+
+    Raises:
+        MissingExtraError: onnx or onnxscript is not installed.
+    """
     require("export")
     torch.onnx.export(
-        _deployed(model),
+        module,
         (_two(example),),
         str(path),
         dynamo=True,
         dynamic_shapes={"x": {0: torch.export.Dim("batch")}},
         input_names=["images"],
-        output_names=["logits"],
+        output_names=output_names,
         external_data=False,
         verbose=False,
     )

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from cenet.dataflow import IMAGE_SIZES, Call, Dataflow, example_images, trace
-from cenet.folded import Finish, FoldedCE2d, fixed_matrix, mix_rows
 from cenet.nn import (
     BatchDecorrelation2d,
     NormCE2d,
     ce_layers,
 )
+from cenet.nn.folded import Finish, FoldedCE2d, fixed_matrix, mix_rows
 from cenet.nn.norms import (
     BATCH_NORMS,
     affine,

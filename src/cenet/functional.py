@@ -92,6 +92,17 @@ def num_groups(channels: int, group_size: int) -> int:
     return -(-channels // group_size)
 
 
+def is_channels_last(x: Tensor) -> bool:
+    """Whether x is in channels_last layout; tensors that fit both layouts count as contiguous."""
+    return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+
+
+def in_layout_of(x: Tensor, y: Tensor) -> Tensor:
+    """y in the memory layout of x: channels_last or contiguous."""
+    layout = torch.channels_last if is_channels_last(x) else torch.contiguous_format
+    return y.contiguous(memory_format=layout)
+
+
 def grouped(values: Tensor, group_size: int) -> Tensor:
     """(…, C) -> (…, G, K), the last group padded with zeros."""
     channels = values.shape[-1]
@@ -323,10 +334,7 @@ def mix(x: Tensor, P: Tensor | None, d: Tensor | None, c: Tensor) -> Tensor:
     y = cast(Tensor, torch.ops.aten._unsafe_view(y, shape)).to(x.dtype)
     if groups * group_size != channels:
         y = y[:, :channels]
-    channels_last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-    return y.contiguous(
-        memory_format=torch.channels_last if channels_last else torch.contiguous_format
-    )
+    return in_layout_of(x, y)
 
 
 def channel_equilibrium(

@@ -4,7 +4,6 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -39,6 +38,7 @@ from cenet.analysis.diagnosis import (
 from cenet.analysis.recorder import Recorder, shown_channels
 from cenet.analysis.verdict import Evidence, judge
 from cenet.environment import environment
+from cenet.evaluating import evaluating, top_hits
 from cenet.nn import BatchDecorrelation2d, ChannelEquilibrium2d, NormCE2d
 from cenet.nn.base import EquilibriumLayer
 from cenet.nn.norms import BATCH_NORMS
@@ -133,18 +133,6 @@ def diagnose(
     )
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Any:
-    """Put the network into evaluation mode, and every module back into its own mode at the end."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
 class _Seen:
     """Numbers of images seen and classified correctly."""
 
@@ -171,11 +159,11 @@ class _Seen:
                 f"labels must be from 0 to {classes - 1}, as the network has {classes} outputs; "
                 f"got {low if low < 0 else high}"
             )
-        best = output.topk(min(5, output.shape[1]), 1).indices == labels[:, None]
         self.labelled += len(labels)
         self.classes = output.shape[1]
-        self.top1 += int(best[:, 0].sum())
-        self.top5 += int(best.any(1).sum())
+        top1, top5 = top_hits(output, labels)
+        self.top1 += int(top1)
+        self.top5 += int(top5)
 
     def accuracy(self) -> Accuracy | None:
         if not self.labelled:

@@ -5,15 +5,17 @@ wherever it comes from. `Diagnosis.read` is the only reader of the file.
 """
 
 import json
-import os
 import re
+from base64 import b64encode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from cenet.analysis.channels import WIDEST
 from cenet.analysis.json_dataclass import from_json, to_json
+from cenet.run_folder import replace_file
 
 FILE = "diagnosis.json"
 FORMAT = "cenet.diagnosis"
@@ -25,6 +27,19 @@ COUNTED = (
     "dormant", "dormant_strict", "rare", "saturated", "duplicates", "prunable", "inhibited",
 )  # fmt: skip
 PNG = "data:image/png;base64,"
+
+
+def data_uri(image: Any, kind: Literal["png", "jpeg"] = "png", **options: Any) -> str:
+    """A PIL image as a data URI, the form in which diagnoses and pages hold their pictures.
+
+    Args:
+        image: the picture.
+        kind: format of the file.
+        **options: options of Pillow's writer for that format.
+    """
+    file = BytesIO()
+    image.save(file, kind, **options)
+    return f"data:image/{kind};base64,{b64encode(file.getvalue()).decode()}"
 
 
 @dataclass(frozen=True)
@@ -345,11 +360,9 @@ class Diagnosis:
         return from_json(cls, _since_version_2(content) if version == 2 else content)
 
     def write(self, path: Path) -> None:
-        """Write diagnosis.json: all of it, or nothing."""
+        """Write diagnosis.json; an existing file is replaced atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        beside.write_text(json.dumps(self.as_dict(), allow_nan=False) + "\n")
-        beside.replace(path)
+        replace_file(path, (json.dumps(self.as_dict(), allow_nan=False) + "\n").encode())
 
     @classmethod
     def read(cls, path: Path) -> "Diagnosis":

@@ -1,7 +1,5 @@
 """Grad-CAM: where in an image a network sees evidence for a class, as numbers and as pictures."""
 
-import base64
-import io
 from importlib.util import find_spec
 from typing import Any
 
@@ -10,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d
 
 from cenet.analysis.activations import unwrapped
-from cenet.analysis.diagnosis import PNG, Cam
+from cenet.analysis.diagnosis import Cam, data_uri
 from cenet.extras import require
 
 PICTURES = 4
@@ -116,7 +114,4 @@ def overlays(
 def _png(picture: Tensor) -> str:
     from torchvision.transforms.functional import to_pil_image
 
-    content = io.BytesIO()
-    image: Any = to_pil_image(picture.clamp(0, 1).float().cpu())
-    image.save(content, "PNG")
-    return PNG + base64.b64encode(content.getvalue()).decode()
+    return data_uri(to_pil_image(picture.clamp(0, 1).float().cpu()))

@@ -7,14 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from cenet import functional as F
-from cenet.nn.base import (
-    call_as_leaf,
-    check,
-    check_counts,
-    check_images,
-    is_number,
-    is_proxy,
-)
+from cenet.nn.base import call_as_leaf, check, check_counts, check_images, is_number, is_proxy
 from cenet.nn.norms import average_
 
 

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from cenet import functional as F
 from cenet.baselines.base import BaselineNorm2d, running_value, unbiased
 from cenet.baselines.switchable_norm import merged
 from cenet.baselines.whitening import (
     InstanceMoments,
     diagonal_part,
-    grouped,
     groups_repr,
     identity,
     instance_moments,
@@ -98,7 +98,7 @@ class SwitchableWhitening2d(BaselineNorm2d):
     def _of_batch(self, instance: InstanceMoments) -> tuple[Tensor, Tensor]:
         """Mean (C,) and covariance (G, K, K) of the batch: inside the instances and between."""
         mean = instance.mean.mean(0)
-        apart = grouped(instance.mean - mean, self.group_size)
+        apart = F.grouped(instance.mean - mean, self.group_size)
         # not a matrix product, which autocast would round
         between = apart[..., :, None] * apart[..., None, :]
         return mean, (instance.cov + between).mean(0)

@@ -21,16 +21,9 @@ class InstanceMoments(NamedTuple):
     cov: Tensor  # (N, G, K, K)
 
 
-def grouped(values: Tensor, group_size: int) -> Tensor:
-    """(…, C) -> (…, G, K), the last group padded with zeros."""
-    groups = F.num_groups(values.shape[-1], group_size)
-    padded = pad(values, (0, groups * group_size - values.shape[-1]))
-    return padded.reshape(*values.shape[:-1], groups, group_size)
-
-
 def identity(channels: int, group_size: int, like: Tensor) -> Tensor:
     """(G, K, K): ones on the diagonal of true channels, zeros in the padding."""
-    return torch.diag_embed(grouped(like.new_ones(channels), group_size))
+    return torch.diag_embed(F.grouped(like.new_ones(channels), group_size))
 
 
 def diagonal_part(cov: Tensor) -> Tensor:
@@ -78,19 +71,16 @@ def whiten(x: Tensor, mean: Tensor, matrix: Tensor, weight: Tensor, bias: Tensor
     """
     n, channels, height, width = x.shape
     group_size = matrix.shape[-1]
-    matrix = grouped(weight, group_size)[..., None] * matrix
+    matrix = F.grouped(weight, group_size)[..., None] * matrix
     # sums and not a matrix product, which autocast would round
-    shift = (matrix * grouped(mean, group_size)[..., None, :]).sum(-1).flatten(-2)
+    shift = (matrix * F.grouped(mean, group_size)[..., None, :]).sum(-1).flatten(-2)
     if matrix.dim() == 3:
         return F.mix(x, matrix, None, (bias - shift[:channels])[None])
-    shift = grouped(bias, group_size).flatten() - shift
+    shift = F.grouped(bias, group_size).flatten() - shift
     flat = _as_one_sample(x, group_size)
     y = F.mix(flat, matrix.flatten(0, 1), None, shift.reshape(1, -1))
     y = y.reshape(n, shift.shape[1], height, width)[:, :channels]
-    channels_last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-    return y.contiguous(
-        memory_format=torch.channels_last if channels_last else torch.contiguous_format
-    )
+    return F.in_layout_of(x, y)
 
 
 def groups_repr(channels: int, group_size: int) -> str:

@@ -5,6 +5,8 @@ from cenet.extras import require
 require("detection")
 
 from cenet.detection.deploy import export_backbone, fold_detector
+from cenet.detection.freezing import apply_setting_
+from cenet.detection.job import load_detector
 from cenet.detection.networks import (
     ce_fpn_backbone,
     detector,
@@ -13,8 +15,6 @@ from cenet.detection.networks import (
     maskrcnn_ceresnet50_fpn,
     maskrcnn_ceresnet101_fpn,
 )
-from cenet.detection.run import load_detector
-from cenet.detection.settings import apply_setting_
 
 __all__ = [
     "apply_setting_",

@@ -1,14 +1,15 @@
-"""`cenet detect train|eval|show`: parse, run, and say in one line what went wrong."""
+"""`cenet detect train|eval|show`: parse, run, and explain failures in one line."""
 
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from cenet.detection.engine import DetectionOptions
+from cenet.detection.job import DetectionJob, evaluate_run, show_run, train
 from cenet.detection.recipes import RECIPES, find_recipe
-from cenet.detection.run import DetectionJob, evaluate_run, show_run, train
-from cenet.train.command import ended, is_first, parse_job
+from cenet.detection.trainer import DetectionOptions
+from cenet.distributed import is_first_process
+from cenet.train.command import exit_with_reason, parse_job
 from cenet.train.times import LIBRARIES, Clock, process_age
 
 Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
@@ -29,11 +30,11 @@ def main(arguments: list[str]) -> None:
             description="Object detection and instance segmentation with CE.",
         )
     except (ValueError, OSError) as error:
-        raise SystemExit(str(error) if is_first() else 1) from error
+        raise SystemExit(str(error) if is_first_process() else 1) from error
 
 
 def parse(arguments: list[str]) -> DetectionJob:
-    """The job that the command line asks for."""
+    """The job of a command line."""
     return parse_job(
         arguments,
         lambda name: DetectionJob(
@@ -48,8 +49,8 @@ def parse(arguments: list[str]) -> DetectionJob:
 def run_train(job: DetectionJob) -> None:
     """Train by a recipe: `cenet detect train RECIPE [--field value ...]`."""
     clock = Clock(LIBRARIES, process_age())
-    row = ended(lambda: train(job, clock), job.options.out)
-    if row and is_first():
+    row = exit_with_reason(lambda: train(job, clock), job.options.out)
+    if row and is_first_process():
         found = ", ".join(
             f"{name.replace('_', ' ')} {value:.3f}" for name, value in row.items() if "_ap" in name
         )
@@ -65,7 +66,7 @@ def evaluate(run: Run, data: Path | None = None, device: Device = "auto") -> Non
         device: where to run.
     """
     scores = evaluate_run(run, data, device)
-    if is_first():
+    if is_first_process():
         print(scores.table)
         for name, value in scores.numbers.items():
             print(f"{name} {value:.4f}")

@@ -1,6 +1,5 @@
-"""Images with boxes and masks: folders as COCO has them, or shapes that are drawn."""
+"""Images with boxes and masks: folders in the layout of COCO, or synthetic shapes."""
 
-import json
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,16 +9,17 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from cenet.detection.annotations import Faults, Record, clean
+from cenet.data.decoding import read_image
+from cenet.data.input_spec import FILES_MEAN, FILES_STD, InputSpec
+from cenet.detection.coco import Faults, Record, clean
 from cenet.detection.recipes import DetectionRecipe
-from cenet.detection.shapes import draw_shapes
-from cenet.train.decoding import read_image
-from cenet.train.inputs import FILES_MEAN, FILES_STD, Inputs
+from cenet.detection.synthetic import draw_shapes
+from cenet.run_folder import read_json
 
-SHAPES = (400, 100)  # images to train on and to test with
-SHOWN = 3  # of a fault, by name
-MOST_ELONGATED = 20  # else nothing would be left of the shorter side
-# the end of a whole file: of a JPEG, of a PNG
+SHAPES = (400, 100)  # number of synthetic training and test images
+SHOWN = 3  # names that a message lists for a fault
+MOST_ELONGATED = 20  # longer images would have a shorter side of 0 when resized
+# last bytes of a complete JPEG and of a complete PNG
 ENDINGS = (b"\xff\xd9", b"IEND\xaeB`\x82")
 
 
@@ -70,9 +70,9 @@ class SceneSplit(NamedTuple):
     train: Scenes
     test: Scenes
 
-    def inputs(self) -> Inputs:
-        """What a network trained on them takes."""
-        return Inputs(self.train.classes, FILES_MEAN, FILES_STD)
+    def inputs(self) -> InputSpec:
+        """The input spec of a network trained on these images."""
+        return InputSpec(self.train.classes, FILES_MEAN, FILES_STD)
 
 
 def load(recipe: DetectionRecipe, folder: Path | None) -> SceneSplit:
@@ -85,7 +85,7 @@ def load(recipe: DetectionRecipe, folder: Path | None) -> SceneSplit:
     masks = recipe.detector == "mask_rcnn"
     if recipe.dataset == "shapes":
         if folder is not None:
-            raise ValueError(f"shapes are drawn, and not read from --data {folder}; leave it away")
+            raise ValueError(f"shapes are drawn, not read from files; remove --data {folder}")
         drawn = [draw_shapes(count, seed) for seed, count in enumerate(SHAPES)]
         parts = [
             scenes(name, coco, pixels=pixels, masks=masks)
@@ -104,9 +104,9 @@ def load(recipe: DetectionRecipe, folder: Path | None) -> SceneSplit:
 
 
 def _places(folder: Path | None) -> list[tuple[Path, Path]]:
-    """Files of annotations and folders of images, to train on and to test with."""
+    """Annotation files and image folders of training and test images."""
     if folder is None:
-        raise ValueError("coco is not embedded; say where it is with --data FOLDER")
+        raise ValueError("coco is not built in; say where it is with --data FOLDER")
     if (folder / "instances.json").is_file():
         return [(folder / "instances.json", folder / "images")]
     places = []
@@ -124,10 +124,7 @@ def _places(folder: Path | None) -> list[tuple[Path, Path]]:
 def _part(path: Path, root: Path, *, masks: bool) -> Scenes:
     if not root.is_dir():
         raise ValueError(f"{path} is there, but its folder of images {root} is not")
-    try:
-        coco = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+    coco = read_json(path)
     try:
         return scenes(root.name, coco, root=root, masks=masks)
     except ValueError as error:
@@ -142,13 +139,13 @@ def scenes(
     pixels: list[Tensor] | None = None,
     masks: bool = True,
 ) -> Scenes:
-    """Images and annotations that can be used, checked before anything is trained.
+    """Check images and annotations, and keep those that can be used.
 
     Args:
-        name: of the part.
-        coco: its annotations.
-        root, pixels: where the images are, or they themselves.
-        masks: objects need one.
+        name: train, test or the like, for messages.
+        coco: annotations in the format of COCO.
+        root, pixels: folder of the images, or the images themselves.
+        masks: drop objects without a mask.
 
     Raises:
         ValueError: these are not COCO annotations, or none of them can be used.
@@ -158,7 +155,8 @@ def scenes(
     )
     by_image: dict[Any, list[Record]] = {record["id"]: [] for record in coco["images"]}
     for annotation in coco["annotations"]:
-        if not annotation["iscrowd"]:  # crowds are for the evaluation, which forgives them
+        # crowds are for the evaluation only, which does not count predictions on them
+        if not annotation["iscrowd"]:
             by_image[annotation["image_id"]].append(annotation)
     ids = [record["id"] for record in coco["categories"]]
     found = Scenes(
@@ -191,7 +189,7 @@ def _fault(root: Path, record: Record) -> str | None:
 
 
 def _has_an_end(path: Path) -> bool:
-    """Whether a file looks whole, told by its last bytes; a few have others behind their end."""
+    """Whether a file ends like a complete JPEG or PNG; some complete files do not."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 16))
         return file.read().rstrip(b"\0").endswith(ENDINGS)

@@ -4,10 +4,10 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from cenet.detection.settings import apply_setting_
+from cenet.detection.freezing import apply_setting_
+from cenet.export import write_onnx
 from cenet.folding import fold_ce
 
 
@@ -39,15 +39,5 @@ def export_backbone(network: nn.Module, path: str | Path, example: Tensor) -> No
         path: file to write.
         example: normalized images (N, 3, H, W); H and W are multiples of 32.
     """
-    torch.onnx.export(
-        fold_detector(network).get_submodule("backbone").requires_grad_(False),
-        # programs traced with one sample hold for one sample
-        (example[:1].repeat(2, 1, 1, 1),),
-        str(path),
-        dynamo=True,
-        dynamic_shapes={"x": {0: torch.export.Dim("batch")}},
-        input_names=["images"],
-        output_names=["0", "1", "2", "3", "pool"],
-        external_data=False,
-        verbose=False,
-    )
+    backbone = fold_detector(network).get_submodule("backbone").requires_grad_(False)
+    write_onnx(backbone, path, example, ["0", "1", "2", "3", "pool"])

@@ -1,4 +1,4 @@
-"""Average precision as COCO defines it, of boxes and masks."""
+"""Average precision of boxes and masks as COCO defines it."""
 
 import io
 from contextlib import redirect_stdout
@@ -9,10 +9,11 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from cenet.detection.annotations import Record
+from cenet.detection.coco import Record
 from cenet.detection.data import Scenes
 from cenet.detection.loaders import test_batches
-from cenet.train.processes import Processes, gathered
+from cenet.distributed import Processes, gathered
+from cenet.evaluating import evaluating
 
 KINDS = {"box": "bbox", "mask": "segm"}
 MEASURES = ("ap", "ap50", "ap75")
@@ -21,7 +22,7 @@ TEST_BATCH = 8
 
 
 class Scores(NamedTuple):
-    """Numbers, and the table that COCO's evaluation prints."""
+    """Average precisions by name, and the table that COCO's evaluation prints."""
 
     numbers: dict[str, float]
     table: str
@@ -30,7 +31,7 @@ class Scores(NamedTuple):
 def evaluate(
     network: nn.Module, scenes: Scenes, processes: Processes, *, workers: int = 0
 ) -> Scores:
-    """Average precision on all images, which the processes share."""
+    """Average precision on all images; the processes share the work."""
     own = predict(
         network, scenes, list(range(processes.rank, len(scenes.images), processes.world)),
         device=processes.device, workers=workers,
@@ -44,15 +45,14 @@ def evaluate(
 def predict(
     network: nn.Module, scenes: Scenes, indices: list[int], *, device: torch.device, workers: int
 ) -> list[Record]:
-    """What the network finds on these images, as results of COCO."""
-    was_training = network.training
-    network.eval()
+    """Predictions of the network on these images, in the format of COCO's results."""
     categories = {label: number for number, label in scenes.labels.items()}
     found: list[Record] = []
-    for chosen, images in test_batches(scenes, indices, TEST_BATCH, device=device, workers=workers):
-        for index, output in zip(chosen, network(images), strict=True):
-            found += _results(scenes.images[index]["id"], output, categories)
-    network.train(was_training)
+    batches = test_batches(scenes, indices, TEST_BATCH, device=device, workers=workers)
+    with evaluating(network):
+        for chosen, images in batches:
+            for index, output in zip(chosen, network(images), strict=True):
+                found += _results(scenes.images[index]["id"], output, categories)
     return found
 
 
@@ -76,11 +76,12 @@ def _results(image: Any, output: dict[str, Tensor], categories: dict[int, int]) 
 
 
 def score(coco: Record, found: list[Record], kinds: tuple[str, ...]) -> Scores:
-    """Average precision of what was found, over overlaps of 0.5 to 0.95, at 0.5 and at 0.75.
+    """Average precision of predictions: mean over overlaps from 0.5 to 0.95, at 0.5, and at 0.75.
 
     Args:
-        coco: the truth, as COCO has it.
-        found: results of COCO: image_id, category_id, score, bbox and, for masks, segmentation.
+        coco: annotations in the format of COCO.
+        found: predictions in the format of COCO's results: image_id, category_id, score, bbox and,
+            for masks, segmentation.
         kinds: box, mask.
     """
     names = [f"{kind}_{measure}" for kind in kinds for measure in MEASURES]
@@ -95,7 +96,7 @@ def score(coco: Record, found: list[Record], kinds: tuple[str, ...]) -> Scores:
             truth = make_coco()
             truth.dataset = {"info": {}, **coco}
             truth.createIndex()
-            # it writes into what it is given
+            # the evaluation changes the records
             evaluation = make_evaluation(
                 truth, truth.loadRes([dict(record) for record in found]), KINDS[kind]
             )

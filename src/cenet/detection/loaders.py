@@ -1,7 +1,6 @@
 """Batches of images with targets, resized and mirrored.
 
-What happens to an image in an epoch depends on seed, epoch and image alone, as in training
-classifiers.
+The augmentation of an image depends only on seed, epoch and image, as it does for classifiers.
 """
 
 import random
@@ -11,25 +10,25 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from cenet.data.order import Shard, epoch_order, seed_of
+from cenet.data.workers import loaded
 from cenet.detection.data import Scenes, outline_mask
 from cenet.detection.recipes import DetectionRecipe
-from cenet.train.order import Shard, epoch_order, seed_of
-from cenet.train.workers import loaded
 
 Target = dict[str, Tensor]
 Sample = tuple[Tensor, Target]
 
 
 def scaled_size(height: int, width: int, least: int, most: int) -> tuple[int, int]:
-    """Height and width whose shorter side is `least`, if that leaves the longer at `most`."""
+    """Height and width with a shorter side of `least`, unless the longer would exceed `most`."""
     short, long = min(height, width), max(height, width)
-    # in integers: rounding could make the shorter side one pixel less
+    # in integers, because rounding could make the shorter side one pixel less
     new, old = (least, short) if least * long <= most * short else (most, long)
     return max(1, height * new // old), max(1, width * new // old)
 
 
 def sample(scenes: Scenes, index: int, size: tuple[int, int], *, flip: bool, masks: bool) -> Sample:
-    """An image of this size in [0, 1], and boxes, labels and masks on it."""
+    """An image resized to `size` with values in [0, 1], and its boxes, labels and masks."""
     image = scenes.read(index)
     height, width = size
     scale = (width / image.shape[2], height / image.shape[1])
@@ -73,11 +72,11 @@ class _Training(Dataset[Sample]):
 
     def __getitem__(self, index: int) -> Sample:
         recipe = self.recipe
-        chance = random.Random(seed_of("image", recipe.seed, self.epoch, index))
+        rng = random.Random(seed_of("image", recipe.seed, self.epoch, index))
         record = self.scenes.images[index]
-        least = chance.choice(recipe.min_sizes)
+        least = rng.choice(recipe.min_sizes)
         size = scaled_size(record["height"], record["width"], least, recipe.max_size)
-        flip = recipe.flip and chance.random() < 0.5
+        flip = recipe.flip and rng.random() < 0.5
         masks = recipe.detector == "mask_rcnn"
         return sample(self.scenes, index, size, flip=flip, masks=masks)
 
@@ -100,7 +99,7 @@ def training_batches(
     device: torch.device,
     workers: int,
 ) -> Iterator[tuple[list[Tensor], list[Target]]]:
-    """Images and targets on the device, from step `start` of an epoch."""
+    """Images and targets on the device, from step `start` of an epoch on."""
     order = epoch_order(shard.count, recipe.seed, epoch).tolist()
     batches = [order[shard.places(step)] for step in range(start, shard.steps)]
     for batch in loaded(_Training(scenes, recipe, epoch), batches, workers, recipe.seed, list):
@@ -111,7 +110,7 @@ def training_batches(
 def test_batches(
     scenes: Scenes, indices: list[int], batch: int, *, device: torch.device, workers: int
 ) -> Iterator[tuple[list[int], list[Tensor]]]:
-    """Indices and images in [0, 1], of their own size."""
+    """Indices and images with values in [0, 1], in their original size."""
     batches = [indices[start : start + batch] for start in range(0, len(indices), batch)]
     for chosen, images in zip(
         batches, loaded(_Testing(scenes), batches, workers, 0, list), strict=True

@@ -13,7 +13,7 @@ from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredic
 from torchvision.ops import MultiScaleRoIAlign
 
 from cenet.checkpoints import load_state_, read_state
-from cenet.detection.settings import Setting, apply_setting_
+from cenet.detection.freezing import Setting, apply_setting_
 from cenet.models import create_model
 
 Detector = Literal["mask_rcnn", "faster_rcnn"]

@@ -11,7 +11,7 @@ from cenet.report.elements import Cell, Column, Figure, Page, Panel, Section, Ta
 from cenet.report.formatting import count, show
 from cenet.report.sources import Source, read_training
 from cenet.report.tables import differing
-from cenet.train.weights import WEIGHTS
+from cenet.run_folder import WEIGHTS
 
 Row = dict[str, Any]
 

@@ -1,7 +1,5 @@
 """Predictions beside the truth: which images, what was found on them, and both drawn."""
 
-import base64
-import io
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,8 +10,9 @@ from torchvision.ops import box_iou
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2.functional import resize
 
-from cenet.detection.annotations import Record
+from cenet.analysis.diagnosis import data_uri
 from cenet.detection.boxes_svg import Box, colour, draw_boxes
+from cenet.detection.coco import Record
 from cenet.detection.data import Scenes, outline_mask
 from cenet.report.elements import Cell, Column, Figure, Panel, Section, Table
 from cenet.report.formatting import count
@@ -213,7 +212,5 @@ def _masked(
 
 
 def _uri(picture: Tensor) -> str:
-    file = io.BytesIO()
     image = Image.fromarray(picture.permute(1, 2, 0).numpy())
-    image.save(file, "JPEG", quality=QUALITY, subsampling=0)
-    return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
+    return data_uri(image, "jpeg", quality=QUALITY, subsampling=0)

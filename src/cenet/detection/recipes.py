@@ -1,35 +1,43 @@
-"""What to detect with and how to train it: the rows of the paper's table, and shapes."""
+"""Recipes of detectors: the rows of the paper's table, and synthetic shapes for a CPU."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from typing_extensions import override
 
+from cenet.detection.freezing import Setting
 from cenet.detection.networks import Detector
-from cenet.detection.settings import Setting
-from cenet.train.course import INFINITY, RANGES, Course, Precision, Ranges, Schedule, nearest
+from cenet.train.training_recipe import (
+    INFINITY,
+    RANGES,
+    Precision,
+    Ranges,
+    Schedule,
+    TrainingRecipe,
+    nearest,
+)
 
 Backbone = Literal["resnet18", "resnet50", "resnet101", "ceresnet18", "ceresnet50", "ceresnet101"]
 Dataset = Literal["coco", "shapes"]
 
 
 @dataclass(frozen=True)
-class DetectionRecipe(Course):
-    """A training run of a detector.
+class DetectionRecipe(TrainingRecipe):
+    """What to train and how, for a detector.
 
     Attributes:
         backbone: a ResNet of the paper, with CE or without.
         detector: Mask R-CNN, or Faster R-CNN, which has no masks.
-        setting: what of norms and CE trains. frozen: nothing. synchronized: γ and β, statistics
-            over all processes, while gate and λ are fixed. scratch: everything.
-        trainable_layers: stages of the backbone that train, from the last; 3 leaves out stem and
-            first stage.
-        channels: of the four stages, before the expansion of bottlenecks.
+        setting: which parameters of norms and CE are trained. frozen: none. synchronized: γ and β,
+            with statistics over all processes; gate and λ are fixed. scratch: all.
+        trainable_layers: number of stages of the backbone that are trained, counted from the last;
+            3 freezes stem and first stage.
+        channels: channels of the four stages, before the expansion of bottlenecks.
         small: narrow pyramid and heads, few and small proposals, for small images.
-        dataset: coco is a folder you bring, shapes is drawn.
+        dataset: coco is a folder you bring, shapes are synthetic.
         min_sizes: lengths of the shorter side of an image; training draws one of them for each
             image, the test takes the last.
-        max_size: most of the longer side.
+        max_size: largest length of the longer side.
         flip: mirror half of the training images.
     """
 

@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import Tensor
 
 from cenet.analysis.diagnose import diagnose, without_prunable
 from cenet.analysis.diagnosis import FILE, Cam, Diagnosis, Images, Model, Skipped
 from cenet.analysis.gradcam import overlays
 from cenet.analysis.verdict import Evidence, judge
+from cenet.data.datasets import CIFAR10_FOLDER, Resident, load_test
+from cenet.data.loaders import evaluation_batches
 from cenet.diagnosing.images import ImageStream, find_images
 from cenet.diagnosing.network import LoadedNetwork, find_network, num_outputs
 from cenet.diagnosing.terminal import print_summary
-from cenet.train.data import CIFAR10_FOLDER, Resident, load_test
-from cenet.train.loaders import evaluation_batches
-from cenet.train.processes import start
+from cenet.distributed import start
+from cenet.train.progress import progress_bar
 from cenet.train.recipes import RECIPES
 
 SLOW = "ablation runs the network once for each channel; --ablation-images 0 skips it"
@@ -245,11 +245,6 @@ def _pictures(loaded: LoadedNetwork, images: ImageSet, device: torch.device) -> 
 
 
 def _progress() -> Progress:
-    columns = (
-        TextColumn("{task.description:10}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
+    columns = (TextColumn("{task.description:10}"), BarColumn(), MofNCompleteColumn())
     # in a log file, lines of a bar are noise
-    return Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty())
+    return progress_bar(*columns, shown=sys.stderr.isatty())

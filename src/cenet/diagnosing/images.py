@@ -11,7 +11,7 @@ from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from cenet.analysis.diagnosis import Skipped
-from cenet.train.decoding import eight_bits
+from cenet.data.decoding import eight_bits
 
 READERS = 4  # threads
 NOT_AN_IMAGE = "not an image file"

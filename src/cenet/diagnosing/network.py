@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from torchvision.transforms import v2
 
 from cenet.checkpoints import read_state
+from cenet.data.datasets import is_for_files
+from cenet.data.input_spec import FILES_MEAN, FILES_STD, InputSpec
+from cenet.data.views import shown_in_test
 from cenet.export import load_network, load_weights_
 from cenet.models import NETWORKS
 from cenet.models.lookup import create_named
-from cenet.train.inputs import FILES_MEAN, FILES_STD, Inputs
-from cenet.train.logbook import read_run
-from cenet.train.recipes import Recipe, is_for_files
-from cenet.train.views import shown_in_test
+from cenet.train.recipes import Recipe
+from cenet.train.run_log import read_run
 from cenet.train.weights import load_run, read_weights
 
 TORCHVISION_SIZE = 224
@@ -43,7 +44,7 @@ class LoadedNetwork(NamedTuple):
     transform: Callable[[int], Callable[[Any], Tensor]]
     classes: tuple[str, ...] | None
     class_names: tuple[str, ...] | None
-    run: tuple[Recipe, Inputs] | None
+    run: tuple[Recipe, InputSpec] | None
 
 
 def find_network(
@@ -74,7 +75,7 @@ def find_network(
         network = _loaded(model, checkpoint)
     weights = "pretrained" if pretrained else None if checkpoint is None else str(checkpoint)
     if model.startswith("torchvision/"):
-        inputs = Inputs((), FILES_MEAN, FILES_STD)
+        inputs = InputSpec((), FILES_MEAN, FILES_STD)
         return LoadedNetwork(
             network, model, weights, TORCHVISION_SIZE,
             lambda size: _normalized(partial(shown_in_test, size=size), inputs),
@@ -128,7 +129,7 @@ def _of_run(run: Path) -> LoadedNetwork:
     )  # fmt: skip
 
 
-def _normalized(resize: Callable[[Any], Tensor], inputs: Inputs) -> Callable[[Any], Tensor]:
+def _normalized(resize: Callable[[Any], Tensor], inputs: InputSpec) -> Callable[[Any], Tensor]:
     mean, std = (values[:, None, None] for values in inputs.statistics(torch.device("cpu")))
     return lambda image: (resize(image).float() - mean) / std
 

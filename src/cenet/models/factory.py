@@ -1,11 +1,13 @@
-"""Any network of the paper and any row it is compared with, by name."""
+"""Networks of the paper with any norm, block and activation they are compared with, by name."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
+from math import gcd
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
-from cenet.models.conversion import ACTIVATIONS, NORMS, replace_activations_, replace_norms_
+from cenet.baselines import IterNorm2d, SwitchableNorm2d, SwitchableWhitening2d
 from cenet.models.placement import NETWORKS, SMALL_NETWORKS, STEM_POOL, Network
 from cenet.nn import (
     BatchDecorrelation2d,
@@ -15,6 +17,7 @@ from cenet.nn import (
 )
 from cenet.nn.base import is_integer
 from cenet.nn.norm_ce import check_start
+from cenet.nn.norms import inner_activation
 from cenet.surgery import insert_ce_
 
 LAYERS: dict[str, type[EquilibriumLayer]] = {
@@ -23,6 +26,21 @@ LAYERS: dict[str, type[EquilibriumLayer]] = {
     "ir": InstanceReweighting2d,
 }
 BLOCKS = ("plain", "se", *LAYERS)
+# constructors of norms by name; None keeps batch norm
+NORMS: dict[str, Callable[[int], nn.Module] | None] = {
+    "bn": None,
+    "gn": lambda channels: nn.GroupNorm(gcd(32, channels), channels),
+    "in": lambda channels: nn.InstanceNorm2d(channels, affine=True),
+    "ln": lambda channels: nn.GroupNorm(1, channels),
+    "sn": SwitchableNorm2d,
+    "iternorm": IterNorm2d,
+    "sw": SwitchableWhitening2d,
+}
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "relu": lambda: nn.ReLU(inplace=True),
+    "elu": lambda: nn.ELU(inplace=True),
+    "leaky_relu": lambda: nn.LeakyReLU(inplace=True),
+}
 
 
 def create_model(
@@ -134,3 +152,36 @@ def _check_norm_places(places: str, norm: str, network: Network) -> None:
             "norm_places='published' is for norm='iternorm' and norm='sw' in resnet18, resnet50 "
             "and resnet101"
         )
+
+
+class NormAct2d(nn.Module):
+    """A norm and its activation, where a network has both in one module."""
+
+    def __init__(self, norm: nn.Module, act: nn.Module) -> None:
+        """Hold both."""
+        super().__init__()
+        self.norm, self.act = norm, act
+
+    def forward(self, x: Tensor) -> Tensor:
+        """act(norm(x))."""
+        y: Tensor = self.act(self.norm(x))
+        return y
+
+
+def replace_norms_(model: nn.Module, norm: str, places: str = ".*") -> None:
+    """Replace every batch norm whose name matches `places` by the norm of this name, in place."""
+    make = NORMS[norm]
+    if make is None:
+        return
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.BatchNorm2d) and re.fullmatch(places, name):
+            new = make(module.num_features)
+            act = inner_activation(module)
+            model.set_submodule(name, new if act is None else NormAct2d(new, act))
+
+
+def replace_activations_(model: nn.Module, act: str) -> None:
+    """Replace every ReLU and ReLU6 by the activation of this name, in place."""
+    for name, module in list(model.named_modules()):
+        if type(module) in (nn.ReLU, nn.ReLU6):
+            model.set_submodule(name, ACTIVATIONS[act]())

@@ -18,7 +18,7 @@ def create_named(
         pretrained: with the weights of the library it is from; random otherwise.
 
     Raises:
-        ValueError: there is no such network, or no weights of it can be had.
+        ValueError: there is no such network, or its weights cannot be loaded.
     """
     classes: dict[str, Any] = {} if num_classes is None else {"num_classes": num_classes}
     if name.startswith("torchvision/"):

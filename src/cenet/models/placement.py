@@ -11,8 +11,7 @@ from timm.models.resnet import ResNet
 from torch import nn
 
 from cenet.models.blocks import EquilibriumBasicBlock, EquilibriumBottleneck
-from cenet.models.shufflenetv2 import ShuffleNetV2
-from cenet.models.vgg import VGG6, VGG16
+from cenet.models.staged import VGG6, VGG16, ShuffleNetV2
 
 STEM_POOL = 2  # side of the max-pool window before the covariance of the stem (Appendix E)
 

@@ -1,4 +1,4 @@
-"""What CE layers share: the way from input to output, freezing, and argument checks."""
+"""What CE layers share: the way from input to output, freezing, tracing and argument checks."""
 
 from collections.abc import Iterator
 from numbers import Integral, Real
@@ -62,23 +62,6 @@ def check_images(x: Tensor, channels: int) -> None:
         raise ValueError(
             f"expected {channels} channels, got {x.shape[1]} in shape {tuple(x.shape)}"
         )
-
-
-# A CE layer is one node of a torch.fx graph: its forward pass looks at shapes and modes, which a
-# proxy does not have
-
-
-def is_proxy(x: Any) -> bool:
-    """Whether x stands for a tensor while a graph is traced."""
-    return isinstance(x, Proxy)
-
-
-def call_as_leaf(module: nn.Module, x: Any, residual: Any = None, act: Any = None) -> Tensor:
-    """Record a call of `module`, and one of the activation that the caller handed over."""
-    name = x.tracer.path_of_module(module)
-    args = (x,) if residual is None else (x, residual)
-    y: Tensor = x.tracer.create_proxy("call_module", name, args, {})
-    return y if act is None else act(y)
 
 
 class EquilibriumLayer(nn.Module):
@@ -255,3 +238,19 @@ def ce_layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Equili
         return
     for name, child in module.named_children():
         yield from ce_layers(child, f"{prefix}.{name}" if prefix else name)
+
+
+def is_proxy(x: Any) -> bool:
+    """Whether x stands for a tensor while torch.fx traces a graph."""
+    return isinstance(x, Proxy)
+
+
+def call_as_leaf(module: nn.Module, x: Any, residual: Any = None, act: Any = None) -> Tensor:
+    """Record `module` as one node of a traced graph, and the activation of the caller behind it.
+
+    The forward pass of a CE layer depends on shapes and modes, which a proxy does not have.
+    """
+    name = x.tracer.path_of_module(module)
+    args = (x,) if residual is None else (x, residual)
+    y: Tensor = x.tracer.create_proxy("call_module", name, args, {})
+    return y if act is None else act(y)

@@ -4,15 +4,15 @@ Colours come from the style of the page. Text reaches a drawing only through Ele
 escapes it.
 """
 
-import base64
 import math
 import re
-import struct
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from xml.etree import ElementTree as Tree
 
+from PIL import Image
+
+from cenet.analysis.diagnosis import data_uri
 from cenet.report.elements import Kind
 from cenet.report.formatting import abbreviate, short, show
 
@@ -457,22 +457,13 @@ def ramp(share: float) -> tuple[int, int, int]:
 def picture(values: Sequence[Sequence[float | None]], low: float, high: float) -> str:
     """A PNG with one pixel per value, as a data URI; unknown values are grey."""
     span = (high - low) or 1.0
-    lines = b"".join(
-        b"\0"  # no filter
-        + bytes(
-            part
-            for value in row
-            for part in (UNKNOWN if value is None else ramp((value - low) / span))
-        )
+    pixels = bytes(
+        part
         for row in values
+        for value in row
+        for part in (UNKNOWN if value is None else ramp((value - low) / span))
     )
-    header = struct.pack(">IIBBBBB", len(values[0]), len(values), 8, 2, 0, 0, 0)
-    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(lines, 9)), (b"IEND", b""))
-    content = b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        for kind, data in chunks
-    )
-    return "data:image/png;base64," + base64.b64encode(content).decode()
+    return data_uri(Image.frombytes("RGB", (len(values[0]), len(values)), pixels))
 
 
 def drawing(label: str, width: float, height: float) -> Tree.Element:

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from cenet.report.charts import DARK, LIGHT, MARKS, STYLE, standalone
 from cenet.report.elements import Cell, Figure, Page, Table
 from cenet.report.formatting import show
-from cenet.train.saving import replace_file
+from cenet.run_folder import replace_file
 from cenet.version import VERSION
 
 THEME = """const root = document.documentElement, button = document.getElementById("theme");

@@ -1,7 +1,6 @@
 """Read the runs of a page: folders of `cenet train`, and diagnoses."""
 
 import csv
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +9,7 @@ from typing import Any
 
 from cenet.analysis.diagnosis import FILE, Diagnosis, Layer
 from cenet.analysis.json_dataclass import LARGEST
-from cenet.train.logbook import ABOUT, CHANNELS, METRICS, read_metrics
+from cenet.run_folder import ABOUT, CHANNELS, METRICS, read_json, read_metrics
 
 WATCHED = ("dormant_ratio", "participation_share", "correlation")
 MOST = 8  # runs on a page, as many as there are colours
@@ -182,10 +181,11 @@ def _watched(path: Path) -> tuple[dict[str, Any], ...]:
 
 def _json(path: Path, author: str) -> dict[str, Any]:
     try:
-        found = _printable_json(json.loads(path.read_text()))
-    # bytes that are not text, text that is not JSON, and lists in lists without end
-    except (OSError, ValueError, RecursionError) as error:
+        found = _printable_json(read_json(path))
+    except RecursionError as error:
         raise ValueError(f"{path} cannot be read: {error}; write it again with {author}") from error
+    except ValueError as error:
+        raise ValueError(f"{error}; write it again with {author}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} is not of {author}: it holds no object")
     return found

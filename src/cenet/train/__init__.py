@@ -1,4 +1,4 @@
-"""Training: the recipes of the paper's Appendix E, and the engine that runs them."""
+"""Training: the recipes of the paper's Appendix E, and the loop that runs them."""
 
 from cenet.extras import require
 

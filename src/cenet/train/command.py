@@ -1,4 +1,4 @@
-"""`cenet train RECIPE [--field value ...]`: parse, run, and say in one line what went wrong."""
+"""`cenet train RECIPE [--field value ...]`: parse, run, and explain failures in one line."""
 
 import errno
 import os
@@ -10,24 +10,25 @@ from typing import Annotated, Any, TypeVar
 
 import tyro
 
-import cenet.train.interrupts as interrupts
-from cenet.train.diagnosis import NonFiniteLoss
-from cenet.train.interrupts import Interrupted
+import cenet.signals as signals
+from cenet.distributed import is_first_process, rank
+from cenet.signals import Interrupted
+from cenet.train.job import Job, train
+from cenet.train.nonfinite import NonFiniteLoss
 from cenet.train.options import Options
 from cenet.train.recipes import RECIPES, find_recipe
-from cenet.train.run import Job, train
 from cenet.train.times import LIBRARIES, Clock, process_age
 
 EXAMPLE = "digits_ce"
-# disk, or quota of a user
+# the disk or the quota of the user is full
 FULL = (errno.ENOSPC, errno.EDQUOT)
-# what gloo and NCCL say when a process they talk to has ended
+# parts of the errors of gloo and NCCL when another process has ended
 GONE = ("losed by peer", "onnection reset", "roken pipe", "remote process exited", "NCCL")
 J = TypeVar("J")
 
 
 def parse(arguments: list[str]) -> Job:
-    """The job that the command line asks for."""
+    """The job of a command line."""
     return parse_job(
         arguments,
         lambda name: Job(find_recipe(name), Options(Path("runs") / name)),
@@ -40,13 +41,13 @@ def parse(arguments: list[str]) -> Job:
 def parse_job(
     arguments: list[str], default: Callable[[str], J], *, command: str, recipes: str, example: str
 ) -> J:
-    """RECIPE [--field value ...]: the default job of the recipe, with fields changed.
+    """Parse RECIPE [--field value ...] into the default job of the recipe with fields changed.
 
     Args:
-        arguments: of the command.
-        default: the job of a recipe by its name; ValueError if there is none.
-        command: what the user typed before the recipe.
-        recipes: which there are, in words.
+        arguments: arguments behind the command.
+        default: makes the default job of a recipe; ValueError if there is no such recipe.
+        command: the words before the recipe, for the usage line.
+        recipes: the available recipes in words, for the usage line.
         example: the recipe whose fields --help shows.
     """
     name, *rest = arguments or ["--help"]
@@ -59,16 +60,16 @@ def parse_job(
         flat: Any = Annotated[type(job), tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff]
         found: J = tyro.cli(flat, default=job, args=rest, prog=f"{command} {name}")
     except ValueError as error:
-        # all processes have the same arguments
-        raise SystemExit(str(error) if is_first() else 1) from error
+        # all processes have the same arguments; one message is enough
+        raise SystemExit(str(error) if is_first_process() else 1) from error
     return found
 
 
 def run(job: Job) -> None:
-    """Run a job to its end; exit with a line and a code that say how it ended."""
+    """Run a job; exit with one line and a status that say how it ended."""
     clock = Clock(LIBRARIES, process_age())
-    row = ended(lambda: train(job, clock), job.options.out)
-    if row and is_first():
+    row = exit_with_reason(lambda: train(job, clock), job.options.out)
+    if row and is_first_process():
         images, note = "test", ""
         if share := job.recipe.holdout:
             images, note = "held-out", f"of training images held out by --holdout {share:g}; "
@@ -79,35 +80,26 @@ def run(job: Job) -> None:
         )
 
 
-def ended(run: Callable[[], dict[str, Any]], out: Path) -> dict[str, Any]:
-    """The result of a run; if it did not come to its end, exit and say why."""
+def exit_with_reason(run: Callable[[], dict[str, Any]], out: Path) -> dict[str, Any]:
+    """The result of `run`; if it fails or is interrupted, exit with the reason in one line."""
     try:
         return run()
     except Interrupted:
-        interrupts.ignore()  # those who ask twice get the same answer
-        if is_first():
+        signals.ignore()  # a second signal must not change the exit status
+        if is_first_process():
             print(f"interrupted and saved; the same command with --resume auto goes on in {out}")
-        sys.exit(interrupts.INTERRUPTED)
-    except KeyboardInterrupt:  # the second, which does not wait
+        sys.exit(signals.INTERRUPTED)
+    except KeyboardInterrupt:  # a second SIGINT does not wait for a checkpoint
         print(f"interrupted; --resume auto goes on from the newest checkpoint in {out}, if any")
         sys.exit(128 + signal.SIGINT)
     except (ValueError, OSError, NonFiniteLoss) as error:
         reason = str(error)
         if isinstance(error, OSError) and error.errno in FULL:
             reason += "; make room, and the same command with --resume auto goes on"
-        raise SystemExit(reason if is_first() else f"process {_rank()}: {reason}") from error
+        raise SystemExit(reason if is_first_process() else f"process {rank()}: {reason}") from error
     except RuntimeError as error:
         if "WORLD_SIZE" not in os.environ or not any(text in str(error) for text in GONE):
             raise
         raise SystemExit(
-            f"process {_rank()}: another process has ended; its message says why"
+            f"process {rank()}: another process has ended; its message says why"
         ) from None
-
-
-def is_first() -> bool:
-    """Whether this is the process that talks."""
-    return _rank() == "0"
-
-
-def _rank() -> str:
-    return os.environ.get("RANK", "0")

@@ -1,4 +1,4 @@
-"""Accuracy on the test images."""
+"""Loss and accuracy on the test images."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -6,31 +6,32 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from cenet.train.data import Encoded, Resident
-from cenet.train.graphs import Graphed
-from cenet.train.inputs import Inputs
-from cenet.train.loaders import evaluation_batches
-from cenet.train.processes import Processes, total
+from cenet.data.datasets import Encoded, Resident
+from cenet.data.input_spec import InputSpec
+from cenet.data.loaders import evaluation_batches
+from cenet.distributed import Processes, total
+from cenet.evaluating import evaluating, top_hits
+from cenet.train.build import autocast
+from cenet.train.cuda_graphs import GraphedFunction
 from cenet.train.recipes import Recipe
-from cenet.train.setup import autocast
 
-# images at a time: those in memory are small
+# images per batch: those in memory are small
 RESIDENT_BATCH, ENCODED_BATCH = 1000, 256
 
 
 class Tester:
-    """Loss, top-1 and top-5 accuracy of one network, after each epoch.
+    """Computes loss, top-1 and top-5 accuracy of one network, after each epoch.
 
-    Images that fit stay on the device. Loss and hits are added up there, and come back once. The
-    precision is that of the recipe.
+    Images in memory stay on the device. Loss and hits are added up on the device and read back
+    once. The network runs in the precision of the recipe.
 
     Args:
-        network: is tested in evaluation mode.
+        network: the network; it is tested in evaluation mode.
         data: the test images.
-        inputs: what the network takes.
-        recipe: knows their size, and the precision.
-        processes: among which the images are divided.
-        forward: the network as it is called: itself by default, or compiled.
+        inputs: the input spec of the network.
+        recipe: gives image size and precision.
+        processes: the processes that share the images.
+        forward: called instead of `network`, for example the compiled network.
         graphed: replay the test of a batch as a CUDA graph.
         channels_last, workers, decode: see `Options`.
     """
@@ -39,7 +40,7 @@ class Tester:
         self,
         network: nn.Module,
         data: Resident | Encoded,
-        inputs: Inputs,
+        inputs: InputSpec,
         recipe: Recipe,
         processes: Processes,
         *,
@@ -49,7 +50,7 @@ class Tester:
         workers: int = 0,
         decode: Literal["auto", "cpu", "cuda"] = "auto",
     ) -> None:
-        """Bring the images to the device."""
+        """Move images in memory to the device."""
         device = processes.device
         self.network, self.recipe, self.processes = network, recipe, processes
         self.batch = ENCODED_BATCH
@@ -64,11 +65,11 @@ class Tester:
         }  # fmt: skip
         self._forward = network if forward is None else forward
         self._sums = torch.zeros(4, dtype=torch.float64, device=device)
-        # batches of other sizes, as the last, are not captured
-        self._add_full: Callable[..., None] = Graphed(self._add) if graphed else self._add
+        # only full batches are captured; the last one may be smaller
+        self._add_full: Callable[..., None] = GraphedFunction(self._add) if graphed else self._add
 
     def counts(self) -> set[int]:
-        """How many images of this process are tested at a time."""
+        """The batch sizes that occur in a test in this process."""
         count = len(
             range(self.processes.rank, len(self._batches["data"].labels), self.processes.world)
         )
@@ -76,14 +77,12 @@ class Tester:
 
     @torch.no_grad()
     def __call__(self) -> dict[str, float]:
-        """Test the network as it is now; all processes take part."""
-        was_training = self.network.training
-        self.network.eval()
+        """Test the network; all processes must call this."""
         self._sums.zero_()
-        for images, labels in evaluation_batches(**self._batches):
-            add = self._add_full if len(labels) == self.batch else self._add
-            add(images, labels)
-        self.network.train(was_training)
+        with evaluating(self.network):
+            for images, labels in evaluation_batches(**self._batches):
+                add = self._add_full if len(labels) == self.batch else self._add
+                add(images, labels)
         loss, top1, top5, count = total(self._sums, self.processes).tolist()
         return {"test_loss": loss / count, "test_top1": top1 / count, "test_top5": top5 / count}
 
@@ -91,7 +90,6 @@ class Tester:
         with autocast(self.recipe, self.processes.device):
             logits = self._forward(images).float()
         loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
-        best = logits.topk(min(5, logits.shape[1]), 1).indices == labels[:, None]
-        found = [loss.double(), best[:, 0].sum().double(), best.any(1).sum().double()]
-        self._sums[:3] += torch.stack(found)
+        found = (loss, *top_hits(logits, labels))
+        self._sums[:3] += torch.stack([value.double() for value in found])
         self._sums[3] += len(labels)

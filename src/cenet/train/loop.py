@@ -1,7 +1,6 @@
 """The training loop: one optimizer, any number of processes, exact resumption.
 
-What a step and a test are, a subclass says: `engine` for classifiers, `cenet.detection.engine` for
-detectors.
+Subclasses define a step and a test: `cenet.train.classifier` and `cenet.detection.trainer`.
 """
 
 import time
@@ -14,14 +13,15 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-import cenet.train.saving as saving
+import cenet.train.checkpoint as checkpoint
+from cenet.distributed import any_of, highest, share_buffers_, total
 from cenet.environment import environment
-from cenet.train.diagnosis import NonFiniteLoss, first_non_finite
-from cenet.train.interrupts import Interrupted, Interrupts
-from cenet.train.logbook import Logbook
-from cenet.train.narrator import Narrator
-from cenet.train.processes import any_of, highest, share_buffers_, total
-from cenet.train.setup import autocast
+from cenet.run_folder import WEIGHTS
+from cenet.signals import Interrupted, SignalWatch
+from cenet.train.build import autocast
+from cenet.train.nonfinite import NonFiniteLoss, first_non_finite
+from cenet.train.progress import TrainingProgress
+from cenet.train.run_log import RunLog
 from cenet.train.state import RunState
 from cenet.train.times import (
     FIRST_STEP,
@@ -33,21 +33,21 @@ from cenet.train.times import (
     in_words,
     start_in_words,
 )
-from cenet.train.weights import WEIGHTS, write_weights
+from cenet.train.weights import write_weights
 
 Batch = tuple[Any, ...]
-# what processes ask each other for after an update
+# requests that processes exchange after an update; the largest one wins
 NOTHING, CHECKPOINT, STOP = range(3)
 
 
 class Loop(RunState, ABC):
-    """A recipe at work.
+    """Trains by a recipe, from any position to the end.
 
     Attributes:
-        clears: gradients become None after an update, not zero.
-        slow_test: the test takes its time and can fail, so a checkpoint is written before.
-        tested_on: the images that the figures called test are of, in words.
-        clock: where the time of the run goes.
+        clears: set gradients to None after an update instead of to zero.
+        slow_test: save a checkpoint before each test, because tests are slow or can fail.
+        tested_on: a description of the images that the run is tested on.
+        clock: measures the parts of the run's wall time.
     """
 
     clears = True
@@ -59,53 +59,53 @@ class Loop(RunState, ABC):
         super().__init__(*args, **kwargs)
         self.clock = Clock()
         self.waits = Waits(self.processes.device)
-        self.logbook = Logbook(self.options.out)
-        self.narrator = Narrator(
+        self.run_log = RunLog(self.options.out)
+        self.progress = TrainingProgress(
             shown=self.processes.is_first, epochs=self.recipe.epochs, steps=self.shard.steps
         )
 
-    # what a subclass says
+    # defined by subclasses
 
     @abstractmethod
     def batches(self, epoch: int, step: int) -> Iterator[Batch]:
-        """Batches from this step of an epoch."""
+        """Batches of an epoch, from this step on."""
 
     @abstractmethod
     def add_gradients(self, batch: Batch) -> None:
-        """Add the gradient of a batch, and what `position.sums` counts."""
+        """Add the gradient of a batch to the parameters, and its numbers to `position.sums`."""
 
     def arguments(self, batch: Batch) -> Batch:
-        """What the network is called with."""
+        """The arguments of the network for a batch."""
         return batch
 
     @abstractmethod
     def summary(self, sums: list[float]) -> dict[str, float]:
-        """The row of an epoch beside its loss, from the sums of all processes."""
+        """Columns of an epoch's row beside its loss, from the sums over all processes."""
 
     def note(self, sums: list[float]) -> str:
-        """What the progress bar says beside the loss."""
+        """Text of the progress bar beside the loss."""
         return ""
 
     @abstractmethod
     def test(self) -> dict[str, float]:
-        """What is measured after an epoch; all processes take part."""
+        """Columns of an epoch's row from a test; all processes must call this."""
 
     @abstractmethod
     def line(self, row: dict[str, Any]) -> str:
-        """What a log says about an epoch beside its loss and time."""
+        """Text of the log line of an epoch beside its loss and time."""
 
-    def facts(self) -> dict[str, Any]:
-        """What run.json says about the surroundings beside versions and hardware."""
+    def metadata(self) -> dict[str, Any]:
+        """Entries of `environment` in run.json beside versions and hardware."""
         return {}
 
     def release(self) -> None:
-        """End what prepares batches ahead."""
+        """Stop the processes and threads that prepare batches."""
 
     def prepare(self) -> None:
-        """What can be made ready before the first step."""
+        """Do what can be done before the first step, such as compiling kernels."""
 
     def watch(self) -> None:
-        """Start what looks at the network while it trains, in the first process."""
+        """Attach monitors to the network; called in the first process only."""
 
     # running
 
@@ -113,27 +113,27 @@ class Loop(RunState, ABC):
         """Train to the end, and return the last row of metrics.
 
         Raises:
-            Interrupted: SIGTERM or SIGINT came; a checkpoint has been written.
-            NonFiniteLoss: the last good checkpoint is kept.
+            Interrupted: SIGTERM or SIGINT arrived; a checkpoint has been written.
+            NonFiniteLoss: the loss is not finite; the last good checkpoint is kept.
         """
         self.options.out.mkdir(parents=True, exist_ok=True)
         if self.position.epoch < self.recipe.epochs:
             self.prepare()
         if self.processes.is_first:
-            facts = environment(self.processes.device, self.processes.world) | self.facts()
-            self.logbook.begin(
-                self.recipe, self.inputs, facts, after=self.position.epoch,
+            about = environment(self.processes.device, self.processes.world) | self.metadata()
+            self.run_log.begin(
+                self.recipe, self.inputs, about, after=self.position.epoch,
                 updates=self.position.updates, tested_on=self.tested_on,
             )  # fmt: skip
             self.watch()
         self.clock.enter(FIRST_STEP)
         images = 0
         try:
-            with Interrupts() as interrupts, self.narrator, self.writer:
+            with SignalWatch() as signals, self.progress, self.writer:
                 while self.position.epoch < self.recipe.epochs:
                     before = self.position.step
                     try:
-                        self.train_epoch(interrupts)
+                        self.train_epoch(signals)
                     finally:
                         images += (self.position.step - before) * self._images_per_step
                     self.end_epoch()
@@ -148,11 +148,11 @@ class Loop(RunState, ABC):
         finally:
             self.release()
         self._tell_times(images)
-        row: dict[str, Any] = self.logbook.rows[-1] if self.logbook.rows else {}
+        row: dict[str, Any] = self.run_log.rows[-1] if self.run_log.rows else {}
         return row
 
-    def train_epoch(self, interrupts: Interrupts) -> None:
-        """Train the rest of the epoch."""
+    def train_epoch(self, signals: SignalWatch) -> None:
+        """Train from the present position to the end of the epoch."""
         position = self.position
         self.network.train()
         started = time.perf_counter() - position.seconds
@@ -161,13 +161,13 @@ class Loop(RunState, ABC):
         batches = self.batches(position.epoch, position.step)
         batch: Batch | None = None
         while position.step < steps:
-            # after a restart with another number of processes, the first may have fewer
+            # after a restart with another number of processes, the first update may have fewer
             last = min(position.step - position.step % micro + micro, steps)
             while position.step < last:
                 batch = self.waits.next(batches, self.clock)
                 position.step += 1
                 self._backward(batch, last=position.step == last)
-            # on a CPU looking costs nothing, on a GPU it waits for the step
+            # reading the loss is free on a CPU; on a GPU it waits for the step
             on_cpu = self.processes.device.type == "cpu"
             look = on_cpu or position.updates % self.options.log_every == 0
             if look:
@@ -178,25 +178,25 @@ class Loop(RunState, ABC):
             if self.clock.part == FIRST_STEP:
                 self._tell_start()
             position.seconds = time.perf_counter() - started
-            self._answer(self._asked_for(interrupts), batch, is_last=position.step == steps)
+            self._answer(self._asked_for(signals), batch, is_last=position.step == steps)
         self._check(batch)
-        # until here a GPU may have been behind
+        # `_check` has waited for the GPU
         position.seconds = time.perf_counter() - started
         self.waits.settle(self.clock)
 
-    def _asked_for(self, interrupts: Interrupts) -> int:
-        """The most that any process asks for."""
-        interrupts.reclaim()
+    def _asked_for(self, signals: SignalWatch) -> int:
+        """The largest request of all processes."""
+        signals.reclaim()
         self.writer.look()
         asked = NOTHING
-        if interrupts.asked is not None:
+        if signals.asked is not None:
             asked = STOP
         elif self.save_is_due():
             asked = CHECKPOINT
         return highest(asked, self.processes)
 
     def _answer(self, asked: int, batch: Batch | None, *, is_last: bool) -> None:
-        """Save or stop, if that is asked for or it is time."""
+        """Save or stop, if a process requested it or a checkpoint is due."""
         every = self.options.checkpoint_every
         on_time = every > 0 and self.position.updates % every == 0
         if asked == STOP:
@@ -205,7 +205,7 @@ class Loop(RunState, ABC):
                 self.writer.wait()
             self.waits.settle(self.clock)
             raise Interrupted
-        # after the last step of an epoch comes its end, which saves
+        # `end_epoch` saves after the last step
         if not is_last and (asked == CHECKPOINT or on_time):
             self._check(batch)
             with self.clock.on(SAVING):
@@ -216,19 +216,19 @@ class Loop(RunState, ABC):
         return self.recipe.batch_size * self.processes.world
 
     def _tell_start(self) -> None:
-        """The first step of this start has been made."""
+        """End the start of the run after its first step, and print how long it took."""
         if self.processes.device.type == "cuda":
             torch.cuda.synchronize()
         self.clock.enter(TRAINING)
-        self.narrator.say(start_in_words(self.clock.spent))
+        self.progress.say(start_in_words(self.clock.spent))
 
     def _tell_times(self, images: int) -> None:
-        """Where the time of this start went, on the screen and in run.json."""
+        """Print the wall time since the start, and write it to run.json."""
         if self.processes.is_first and images:
             summary = self.clock.summary(images)
-            self.logbook.add_times(summary)
+            self.run_log.add_times(summary)
             print(in_words(summary), flush=True)
-        self.logbook.end()
+        self.run_log.end()
 
     def _tell(self, seconds: float) -> None:
         position = self.position
@@ -239,14 +239,14 @@ class Loop(RunState, ABC):
             self.note(sums),
             f"{speed:.{0 if speed >= 10 else 2}f} images/s",
         )
-        self.narrator.step(position.epoch, position.step, ", ".join(filter(None, parts)))
+        self.progress.step(position.epoch, position.step, ", ".join(filter(None, parts)))
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The precision of the recipe."""
+        """The autocast context of the recipe."""
         return autocast(self.recipe, self.processes.device)
 
     def _backward(self, batch: Batch, *, last: bool) -> None:
-        """Add the gradient of a batch; processes exchange theirs with the last of an update."""
+        """Add the gradient of a batch; with the last batch of an update, processes average them."""
         wait: AbstractContextManager[Any] = nullcontext()
         if self.wrapped is not self.network and not last:
             wait = self.wrapped.no_sync()
@@ -261,7 +261,7 @@ class Loop(RunState, ABC):
             self.ema.update(self.network, self.position.updates)
 
     def apply_gradients(self) -> None:
-        """A step of the optimizer."""
+        """Clip gradients and update the parameters."""
         if self.recipe.clip_grad > 0:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.network.parameters(), self.recipe.clip_grad)
@@ -277,7 +277,7 @@ class Loop(RunState, ABC):
             return
         self.writer.wait()
         where = "" if batch is None else first_non_finite(self.network, *self.arguments(batch))
-        kept = saving.checkpoints(self.options.out)
+        kept = checkpoint.checkpoints(self.options.out)
         last = f"the last good checkpoint is {kept[0]}" if kept else "no checkpoint was written yet"
         raise NonFiniteLoss(
             f"the loss is not finite in epoch {self.position.epoch + 1}, update "
@@ -295,9 +295,9 @@ class Loop(RunState, ABC):
                 self.save()
         with self.clock.on(TEST):
             share_buffers_(self.evaluated, self.processes)
-            self.narrator.note("testing")
+            self.progress.note("testing")
             tested = self.test()
-            self.narrator.note("")
+            self.progress.note("")
         row: dict[str, Any] = {
             "epoch": position.epoch + 1,
             "updates": position.updates,
@@ -313,8 +313,8 @@ class Loop(RunState, ABC):
         is_last = position.epoch == self.recipe.epochs
         with self.clock.on(SAVING):
             if self.processes.is_first:
-                self.logbook.add(row)
-                self.narrator.say(
+                self.run_log.add(row)
+                self.progress.say(
                     f"epoch {row['epoch']} of {self.recipe.epochs}: loss {row['train_loss']:.4f}, "
                     f"{self.line(row)}, {seconds:.1f} s"
                 )

@@ -1,4 +1,4 @@
-"""Where and how a recipe runs."""
+"""Options of a run that do not belong to its recipe: folders, checkpoints, worker processes."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,21 +7,21 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Where and how any recipe runs; none of it moves a number by more than rounding.
+    """Options for running any recipe; none changes a number by more than rounding.
 
     Attributes:
         out: folder of the run.
-        resume: auto goes on from the newest whole checkpoint in `out`, never refuses to touch a
-            folder that has one.
+        resume: auto continues from the newest undamaged checkpoint in `out`; never refuses a folder
+            that has one.
         workers: processes that read and decode image files.
         channels_last: memory layout of images and weights.
         checkpoint_every: updates between checkpoints; 0 writes one after each epoch only.
         checkpoint_seconds: seconds between checkpoints: after an epoch none is written before that
             time has passed, and in the middle of an epoch one is as soon as it has; 0 writes one
             after each epoch.
-        log_every: updates between looks at the loss.
-        threads: of a CPU; by default torch's own number, or 1 for images of fewer than 32 pixels,
-            where threads would spend their time waiting for each other.
+        log_every: updates between checks and log lines of the loss.
+        threads: CPU threads; by default torch's own number, or 1 for images of fewer than 32
+            pixels, where threads would mostly wait for each other.
     """
 
     out: Path
@@ -34,7 +34,7 @@ class RunOptions:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse numbers that make no sense."""
+        """Raise ValueError for numbers out of range."""
         least_values = {
             "workers": 0,
             "checkpoint_every": 0,
@@ -51,16 +51,17 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class Options(RunOptions):
-    """Where and how a classifier is trained.
+    """Options for training a classifier.
 
     Attributes:
         compile: torch.compile the network.
-        decode: what decodes image files. cpu is Pillow in the worker processes. cuda is the GPU's
-            own decoder for JPEG, for which they read files; other files go through Pillow. Its
-            pixels differ by some levels of 255. auto is cuda where that is possible and there are
-            fewer than 12 workers.
-        cuda_graphs: replay whole steps as CUDA graphs, which takes the host out of the way.
-        monitor_every: updates between looks at the channels, which go to channels.csv; 0 for none.
+        decode: where image files are decoded. cpu: by Pillow in the worker processes. cuda: JPEG
+            files by the GPU's own decoder, for which the workers only read files; its pixels
+            differ by some levels of 255, and other files still go through Pillow. auto: cuda where
+            that is possible and there are fewer than 12 workers.
+        cuda_graphs: replay whole steps as CUDA graphs, so that the host does not slow them down.
+        monitor_every: updates between measurements of the channels, which are written to
+            channels.csv; 0 for none.
     """
 
     compile: bool = False
@@ -69,9 +70,9 @@ class Options(RunOptions):
     monitor_every: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse numbers that make no sense."""
+        """Raise ValueError for numbers out of range."""
         super().__post_init__()
         if self.monitor_every < 0:
             raise ValueError(f"monitor_every={self.monitor_every} must be at least 0")
         if self.monitor_every and self.cuda_graphs:
-            raise ValueError("--monitor-every cannot look into --cuda-graphs; leave one away")
+            raise ValueError("--monitor-every cannot look into --cuda-graphs; remove one of them")

@@ -1,57 +1,56 @@
-"""What to train and how: a frozen dataclass for each row of Appendix E."""
+"""Recipes of classifiers: the rows of the paper's Appendix E, short runs, and digits for a CPU."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from typing_extensions import override
 
-from cenet.train.course import INFINITY, RANGES, Course, Ranges, nearest
+from cenet.data.datasets import Augment, CorruptionTo, Dataset
+from cenet.train.training_recipe import INFINITY, RANGES, Ranges, TrainingRecipe, nearest
 
 Block = Literal["plain", "se", "bd", "ir", "ce"]
 Norm = Literal["bn", "gn", "in", "ln", "sn", "iternorm", "sw"]
 Act = Literal["default", "relu", "elu", "leaky_relu"]
-Dataset = Literal["imagenet", "tinyimagenet", "cifar10", "digits"]
-Augment = Literal["none", "crop_flip", "imagenet", "imagenet_colour", "imagenet_colour_released"]
 CEStart = Literal["paper", "identity"]
 NormPlaces = Literal["all", "published"]
-CorruptionTo = Literal["other", "any"]
-RD_RATIO = 0.25  # of the paper's gate
+RD_RATIO = 0.25  # width of the gate in the paper
 
 
 @dataclass(frozen=True)
-class Recipe(Course):
-    """A training run of a classifier.
+class Recipe(TrainingRecipe):
+    """What to train and how, for a classifier.
 
     Attributes:
         network: resnet18, resnet50, resnet101, mobilenetv2_100, shufflenetv2_x0_5,
             shufflenetv2_x1_0, vgg16 or vgg6.
-        block: what follows the norms of the paper's places.
+        block: layer behind the norms at the paper's places.
         ce_position: which convolution of a residual block CE follows, in ResNets: 2 or 3 of a
             bottleneck's three, 1 or 2 of a basic block's two. None is the last, as in the paper.
         rd_ratio: hidden width of CE's gate, as a share of the channels.
-        ce_start: identity lets CE change nothing at first, for a network that begins with trained
-            weights (--weights); paper begins as the paper does.
-        norm: the norms of the network.
+        ce_start: identity makes CE the identity at first, for a network that starts from trained
+            weights (--weights); paper initializes CE as the paper does.
+        norm: kind of all norms of the network.
         norm_places: all norms, or those that the published code of IterNorm and switchable
             whitening replaces in ResNets; the others stay batch norms.
-        act: all activations; default leaves the network's own.
-        dataset: imagenet, tinyimagenet and cifar10 are folders you bring, digits is embedded.
-        image_size: height and width.
-        label_smoothing: of the loss.
+        act: kind of all activations; default keeps those of the network.
+        dataset: imagenet, tinyimagenet and cifar10 are folders you bring, digits is built in.
+        image_size: height and width of the images.
+        label_smoothing: label smoothing of the loss.
         label_corruption: share of training images whose label is replaced by a random one.
-        label_corruption_to: what it is drawn from: the other classes, so that all of these labels
-            are wrong; or any class, the original one included, as Zhang et al. (2017) do.
-        holdout: share of the training images of each class to hold out: the run does not train on
-            them and tests itself on them instead of on the test images, which are not read. It is
-            for choosing settings. Which images are held out depends on the data and this share
-            alone, not on the seed.
+        label_corruption_to: classes that the random label is drawn from: other classes, so that all
+            of these labels are wrong; or any class, the original one included, as Zhang et al.
+            (2017) do.
+        holdout: share of the training images of each class to hold out, for choosing settings. The
+            run does not train on them. It is tested on them instead of on the test images, which
+            are not read. The choice depends only on the data and this share, not on the seed.
         mixup: α of mixup, 0 for none.
-        augment: of the training images. none, crop_flip (padded by 4 pixels), imagenet (random
-            part, resized, and flip), the same with AlexNet's colour noise (imagenet_colour), or
-            with that noise as the paper's released code computes it (imagenet_colour_released).
+        augment: augmentation of the training images: none, crop_flip (padded by 4 pixels), imagenet
+            (random part, resized, and flip), the same with AlexNet's colour noise
+            (imagenet_colour), or with that noise as the paper's released code computes it
+            (imagenet_colour_released).
         ema: decay of the averaged weights that are evaluated, 0 for none.
-        sync_ce: statistics of norms and CE over all processes instead of each alone.
-        accuracy: top-1 test accuracy that the recipe is known to reach, if it is.
+        sync_ce: compute statistics of norms and CE over all processes instead of in each one.
+        accuracy: top-1 test accuracy that the recipe is known to reach, or None.
     """
 
     network: str
@@ -115,7 +114,7 @@ NETWORK_NAMES = (
     "vgg6",
 )
 
-# Appendix E, with CE. Each GPU has 32 images (ShuffleNetV2: 128), and there are eight
+# Appendix E, with CE: eight GPUs with 32 images each (ShuffleNetV2: 128)
 _RESNET = Recipe("resnet50")
 _MOBILENET = replace(
     _RESNET, network="mobilenetv2_100", epochs=150, lr=0.05, weight_decay=4e-5, schedule="cosine"
@@ -143,7 +142,7 @@ _VGG = Recipe(
     warmup_epochs=5.0,
     augment="crop_flip",
 )
-# ours, of no paper: short, and the same for all networks. Of Tiny ImageNet or a part of it
+# not from a paper: short runs on Tiny ImageNet or a part of it, the same for all networks
 _TINY = Recipe(
     "resnet50",
     dataset="tinyimagenet",
@@ -185,7 +184,7 @@ _BASES = {
     },
     "digits": _DIGITS,
 }  # fmt: skip
-# the rows a network is compared with
+# the variants that every network is compared with
 _ROWS: dict[str, dict[str, Any]] = {
     **{block: {"block": block} for block in get_args(Block)},
     **{
@@ -199,7 +198,7 @@ _ROWS: dict[str, dict[str, Any]] = {
         for suffix, block in (("", "plain"), ("_ce", "ce"))
     },
 }
-# rows of ResNets alone; those of the released code on ImageNet alone. Training in that code
+# variants of ResNets only; those of the released code on ImageNet only. Training in that code
 # (github.com/Tangshitao/CENet, imagenet/train_imagenet.py and its only configuration) differs from
 # Appendix E in three fields
 _RELEASED: dict[str, Any] = {
@@ -212,7 +211,7 @@ _RELEASED_ROWS: dict[str, Any] = {
     "released_plain": {**_RELEASED, "block": "plain"},
 }
 # the number in sw_7 counts the norms that switchable whitening replaces. The gates of ce_small are
-# as narrow as it takes for the parameters of the same network with squeeze-excite
+# so narrow that the network has as many parameters as the one with squeeze-excite
 _OWN_ROWS: dict[str, dict[str, Any]] = {
     "resnet18": {
         **_RESNET_ROWS,
@@ -251,11 +250,6 @@ def family_and_row(name: str) -> tuple[str, str]:
     """The two parts of a recipe's name: tiny_resnet50_gn_ce -> tiny_resnet50, gn_ce."""
     family = max((base for base in _BASES if name.startswith(f"{base}_")), key=len)
     return family, name.removeprefix(f"{family}_")
-
-
-def is_for_files(augment: Augment) -> bool:
-    """Whether an augmentation shows a random part of an image, which files alone have."""
-    return augment.startswith("imagenet")
 
 
 def find_recipe(name: str) -> Recipe:

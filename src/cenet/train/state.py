@@ -1,4 +1,4 @@
-"""The state of a run: what it is made of, saved beside the training, and brought back."""
+"""The state of a run: network, optimizer, schedule and position, saved and restored."""
 
 import time
 from dataclasses import dataclass
@@ -12,29 +12,35 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-import cenet.train.saving as saving
-import cenet.train.snapshot as snapshot
+import cenet.train.checkpoint as checkpoint
 from cenet.checkpoints import load_state_
-from cenet.train.background import Background
-from cenet.train.course import Course
-from cenet.train.graphs import side_stream
-from cenet.train.inputs import Inputs
+from cenet.data.input_spec import InputSpec
+from cenet.data.order import Shard
+from cenet.distributed import Processes, gathered, total
+from cenet.train.build import build_optimizer, build_schedule
+from cenet.train.checkpoint import BackgroundWriter, Staging
+from cenet.train.cuda_graphs import side_stream
 from cenet.train.options import RunOptions
-from cenet.train.order import Shard
-from cenet.train.processes import Processes, gathered, total
-from cenet.train.setup import build_optimizer, build_schedule
-from cenet.train.staging import Staging
+from cenet.train.training_recipe import TrainingRecipe
 
 
 @dataclass
 class Position:
-    """How far a run is."""
+    """How far a run has come.
 
-    sums: Tensor  # over the images of the epoch: first the loss, last their number
+    Attributes:
+        sums: sums over the images of the epoch so far: first the loss, last the number of images.
+        epoch: number of the epoch, from 0.
+        step: steps done in the epoch.
+        updates: optimizer updates done in the run.
+        seconds: duration of the epoch so far, also from before an interruption.
+    """
+
+    sums: Tensor
     epoch: int = 0
-    step: int = 0  # of the epoch
+    step: int = 0
     updates: int = 0
-    seconds: float = 0.0  # of the epoch, until it was interrupted
+    seconds: float = 0.0
 
 
 class RunState:
@@ -42,16 +48,16 @@ class RunState:
 
     Attributes:
         ema: averaged weights, or None.
-        writer: writes checkpoints while the training goes on.
+        writer: writes checkpoints while the training continues.
     """
 
     ema: Any = None
 
     def __init__(
         self,
-        recipe: Course,
+        recipe: TrainingRecipe,
         network: nn.Module,
-        inputs: Inputs,
+        inputs: InputSpec,
         options: RunOptions,
         processes: Processes,
         *,
@@ -59,14 +65,14 @@ class RunState:
         data: str,
         sums: int,
     ) -> None:
-        """Build what trains `network`, which is on the device, on so many images.
+        """Build optimizer and schedule for `network`, which is on the device of this process.
 
         Args:
             recipe, network, options, processes: as their names say.
-            inputs: what the network takes.
-            images: of an epoch.
-            data: a digest of the images, and of what is known about them.
-            sums: numbers that a step adds to `position.sums`.
+            inputs: the input spec of the network.
+            images: number of training images.
+            data: a digest of images and labels.
+            sums: length of `position.sums`.
         """
         self.recipe, self.network, self.inputs = recipe, network, inputs
         self.options, self.processes, self.digest = options, processes, data
@@ -86,117 +92,116 @@ class RunState:
         self.scaler = torch.amp.GradScaler(device.type, enabled=recipe.precision == "float16")
         self.position = Position(torch.zeros(sums, dtype=torch.float64, device=device))
         self.wrapped: Any = _distributed(network, device) if dist.is_initialized() else network
-        self.writer = Background()
+        self.writer = BackgroundWriter()
         self._staging = Staging()
         self._saved = time.monotonic()
 
     @property
     def evaluated(self) -> nn.Module:
-        """The network whose accuracy counts: the averaged one if there is one."""
+        """The network that is tested and written: the averaged one if there is one."""
         if self.ema is None:
             return self.network
         averaged: nn.Module = self.ema.module
         return averaged
 
     def save(self) -> None:
-        """Take a checkpoint of this moment; all processes take part.
+        """Save a checkpoint of the present state; all processes must call this.
 
-        It is written while the training goes on. `writer.wait()` waits until it is on the disk.
+        It is written while the training continues; `writer.wait()` waits until it is on the disk.
         """
-        own = snapshot.chance(self.processes.device)
-        chances = gathered(own, self.processes)
+        rng_states = gathered(checkpoint.rng_state(self.processes.device), self.processes)
         sums = total(self.position.sums, self.processes)
         if not self.processes.is_first:
             return
-        momenta, optimizer = snapshot.optimizer_state(self.optimizer)
+        momenta, optimizer = checkpoint.optimizer_state(self.optimizer)
         tensors = {
-            **snapshot.named("model", snapshot.module_state(self.network)),
-            **snapshot.named("optimizer", momenta),
+            **checkpoint.with_prefix("model", checkpoint.module_state(self.network)),
+            **checkpoint.with_prefix("optimizer", momenta),
             "position.sums": sums,
         }
         if self.ema is not None:
-            tensors |= snapshot.named("ema", snapshot.module_state(self.ema.module))
-        for rank, (state, _) in enumerate(chances):
-            tensors |= snapshot.named(f"chance.{rank}", state)
+            tensors |= checkpoint.with_prefix("ema", checkpoint.module_state(self.ema.module))
+        for rank, (state, _) in enumerate(rng_states):
+            tensors |= checkpoint.with_prefix(f"chance.{rank}", state)
         position = {name: value for name, value in vars(self.position).items() if name != "sums"}
-        facts = {
+        metadata = {
             "recipe": self.recipe.as_dict(),
             "position": position,
             "images": self.position.step * self.recipe.batch_size * self.processes.world,
             "optimizer": optimizer,
             "scaler": self.scaler.state_dict(),
-            "chance": [facts for _, facts in chances],
+            "chance": [rest for _, rest in rng_states],
             "inputs": self.inputs.as_dict(),
             "data": self.digest,
         }
-        self.writer.wait()  # the room for copies is still in use
+        self.writer.wait()  # it may still read the copies that `take` overwrites
         copies = self._staging.take(tensors)
         folder = self.options.out
-        path = saving.checkpoint_path(folder, self.position.updates)
+        path = checkpoint.checkpoint_path(folder, self.position.updates)
 
         def write() -> None:
-            saving.write(path, copies(), facts)
-            saving.forget_old(folder)
+            checkpoint.write(path, copies(), metadata)
+            checkpoint.forget_old(folder)
 
         self.writer.start(write)
         self._saved = time.monotonic()
 
     def save_is_due(self) -> bool:
-        """Whether the last checkpoint is older than --checkpoint-seconds; the first process says.
+        """Whether the last checkpoint is older than --checkpoint-seconds.
 
-        Without the option, none is ever due.
+        Always False without the option, and in all processes but the first.
         """
         seconds = self.options.checkpoint_seconds
         return self.processes.is_first and 0 < seconds <= time.monotonic() - self._saved
 
     def resume(self) -> str | None:
-        """Go on from the newest whole checkpoint, and say from which; None if there is none.
+        """Load the newest undamaged checkpoint; return a message, or None without a checkpoint.
 
         Raises:
-            ValueError: no checkpoint is whole, or it is of another recipe or other data.
+            ValueError: all checkpoints are damaged, or it is of another recipe or other data.
         """
-        found = saving.newest(self.options.out)
+        found = checkpoint.newest(self.options.out)
         if found is None:
             return None
-        path, tensors, facts, problems = found
-        self._check_recipe(path, facts)
-        load_state_(self.network, snapshot.under("model", tensors))
+        path, tensors, metadata, problems = found
+        self._check_recipe(path, metadata)
+        load_state_(self.network, checkpoint.strip_prefix("model", tensors))
         if self.ema is not None:
-            load_state_(self.ema.module, snapshot.under("ema", tensors))
-        snapshot.load_optimizer_(
-            self.optimizer, snapshot.under("optimizer", tensors), facts["optimizer"]
+            load_state_(self.ema.module, checkpoint.strip_prefix("ema", tensors))
+        checkpoint.load_optimizer_(
+            self.optimizer, checkpoint.strip_prefix("optimizer", tensors), metadata["optimizer"]
         )
-        self.scaler.load_state_dict(facts["scaler"])
-        position = dict(facts["position"])
+        self.scaler.load_state_dict(metadata["scaler"])
+        position = dict(metadata["position"])
         # with another number of processes a step has another number of images
         per_step = self.recipe.batch_size * self.processes.world
-        position["step"] = facts["images"] // per_step
+        position["step"] = metadata["images"] // per_step
         sums = tensors["position.sums"].to(self.processes.device)
-        if not self.processes.is_first:  # they are those of all processes
+        if not self.processes.is_first:  # they were summed over all processes
             sums = torch.zeros_like(sums)
         self.position = Position(sums, **position)
         rank = self.processes.rank
-        if rank < len(facts["chance"]):
-            states = snapshot.under(f"chance.{rank}", tensors)
-            snapshot.set_chance(self.processes.device, states, facts["chance"][rank])
+        if rank < len(metadata["chance"]):
+            states = checkpoint.strip_prefix(f"chance.{rank}", tensors)
+            checkpoint.set_rng_state(self.processes.device, states, metadata["chance"][rank])
         said = [f"{problem}; using an older one" for problem in problems]
         where = f"epoch {self.position.epoch + 1}, step {self.position.step}"
         if self.position.epoch == self.recipe.epochs:
             where = f"all {self.recipe.epochs} epochs are trained"
         return "\n".join([*said, f"resuming from {path.name}: {where}"])
 
-    def _check_recipe(self, path: Path, facts: dict[str, Any]) -> None:
+    def _check_recipe(self, path: Path, metadata: dict[str, Any]) -> None:
         own = self.recipe.as_dict()
-        # a field that an earlier version did not have yet was what it is by default
-        saved = {**self.recipe.defaults(), **facts.get("recipe", {})}
+        # earlier versions did not have all fields; they behaved as the defaults do
+        saved = {**self.recipe.defaults(), **metadata.get("recipe", {})}
         changed = [
             f"{name} was {saved.get(name)!r} and is {own.get(name)!r}"
-            for name in sorted({*saved, *own} - {"accuracy"})  # which moves no number
+            for name in sorted({*saved, *own} - {"accuracy"})  # it changes no number
             if saved.get(name) != own.get(name)
         ]
-        if facts.get("inputs") != self.inputs.as_dict():
+        if metadata.get("inputs") != self.inputs.as_dict():
             changed.append("the classes or the pixels of the data differ")
-        elif facts.get("data") != self.digest:
+        elif metadata.get("data") != self.digest:
             changed.append("images or what is known about them differ")
         if changed:
             raise ValueError(
@@ -206,8 +211,8 @@ class RunState:
 
 
 def _distributed(network: nn.Module, device: torch.device) -> nn.Module:
-    """The network with gradients that are the mean over processes."""
+    """The network wrapped so that its gradients are averaged over all processes."""
     if device.type == "cpu":
         return DistributedDataParallel(network)
-    with side_stream():  # where a graph of it can be captured
+    with side_stream():  # so that a CUDA graph of it can be captured
         return DistributedDataParallel(network, device_ids=[device.index])

@@ -1,4 +1,4 @@
-"""Where the wall time of a run goes."""
+"""Wall time of a run, divided among its parts: start, training, waiting, test, saving."""
 
 import os
 import time
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-# what passes before the first step has been made, in this order
+# parts that end with the first step, in this order
 LIBRARIES, DATA, NETWORK, FIRST_STEP = "libraries", "data", "network", "first step"
 START = (LIBRARIES, DATA, NETWORK, FIRST_STEP)
 TRAINING, WAITING, TEST, SAVING = "training", "waiting for data", "test", "saving"
@@ -18,21 +18,21 @@ T = TypeVar("T")
 
 
 class Clock:
-    """Gives every moment of a run to one part of it, so that the parts add up to the wall time.
+    """Divides the time of a run among its parts, so that the parts add up to the wall time.
 
     Args:
-        part: with which it begins.
+        part: the first part.
         age: seconds that this part has lasted already.
     """
 
     def __init__(self, part: str = NETWORK, age: float = 0.0) -> None:
-        """It runs from now on."""
+        """Start the clock."""
         self.part = part
         self.spent = dict.fromkeys(PARTS, 0.0)
         self._since = time.perf_counter() - age
 
     def enter(self, part: str) -> str:
-        """Begin another part, and return the one that ends."""
+        """Start another part, and return the one that ends."""
         now, before = time.perf_counter(), self.part
         self.spent[before] += now - self._since
         self.part, self._since = part, now
@@ -40,7 +40,7 @@ class Clock:
 
     @contextmanager
     def on(self, part: str) -> Iterator[None]:
-        """A part within another."""
+        """Count this context as another part, and then continue the part before."""
         before = self.enter(part)
         try:
             yield
@@ -48,12 +48,12 @@ class Clock:
             self.enter(before)
 
     def move(self, seconds: float, source: str, target: str) -> None:
-        """Time of one part turns out to be that of another."""
+        """Move seconds from one part to another."""
         self.spent[source] -= seconds
         self.spent[target] += seconds
 
     def summary(self, images: int) -> dict[str, Any]:
-        """Wall time and its parts, in seconds; images a second of wall time."""
+        """Wall time and its parts in seconds, and images per second of wall time."""
         self.enter(self.part)
         wall = sum(self.spent.values())
         return {
@@ -65,7 +65,7 @@ class Clock:
 
 
 def in_words(summary: dict[str, Any]) -> str:
-    """A line about the whole run."""
+    """The summary of a run in one line."""
     wall, spent = summary["wall_seconds"], summary["seconds"]
     parts = {"start": sum(spent[part] for part in START)}
     parts |= {part: spent[part] for part in (TRAINING, WAITING, TEST, SAVING)}
@@ -77,21 +77,20 @@ def in_words(summary: dict[str, Any]) -> str:
 
 
 def start_in_words(spent: dict[str, float]) -> str:
-    """A line about the time before the first step was made."""
+    """The time until the first step in one line."""
     parts = ", ".join(f"{part} {spent[part]:.1f}" for part in START)
     return f"first step after {sum(spent[part] for part in START):.1f} s ({parts})"
 
 
 class Waits:
-    """How long a device waits for batches after the first, which belongs to the start.
+    """Time that a device waits for batches; the first batch belongs to the start and is left out.
 
-    A host that waits says nothing about a GPU, which may still be at work on earlier steps. So on a
-    GPU the time is that between the end of a step and the arrival of the next batch, by the GPU's
-    own clock.
+    While the host waits, a GPU may still be busy with earlier steps. On a GPU the time is therefore
+    measured by events, between the end of a step and the arrival of the next batch.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Nothing was waited for yet."""
+        """Start with no waiting time."""
         self._on_gpu = device.type == "cuda"
         self._gaps: list[tuple[Any, Any]] = []  # events
 
@@ -108,7 +107,7 @@ class Waits:
         return batch
 
     def settle(self, clock: Clock) -> None:
-        """Give the time to its part of the clock; the GPU has made all steps."""
+        """Enter the time into the clock; the GPU must have finished all steps."""
         gaps, self._gaps = self._gaps, []
         seconds = sum(before.elapsed_time(after) for before, after in gaps) / 1000
         clock.move(seconds, TRAINING, WAITING)
@@ -122,7 +121,7 @@ def _mark() -> Any:
 
 
 def process_age() -> float:
-    """Seconds since this process was started; 0 where the system does not tell."""
+    """Seconds since this process was started; 0 if the system does not provide it."""
     try:
         ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         born = ticks / os.sysconf("SC_CLK_TCK")

@@ -1,32 +1,35 @@
-"""The final weights of a run, and the network they belong to."""
+"""Weights that a run writes at its end, and weights that a run starts from."""
 
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 from safetensors.torch import save
 from torch import Tensor, nn
 
-import cenet.train.saving as saving
-import cenet.train.snapshot as snapshot
-from cenet.checkpoints import digest, load_state_, read_state
-from cenet.train.course import Course
-from cenet.train.inputs import Inputs
-from cenet.train.logbook import read_run
+import cenet.train.checkpoint as checkpoint
+from cenet.checkpoints import SHOWN, digest, load_state_, read_state
+from cenet.data.input_spec import InputSpec
+from cenet.nn import NormCE2d
+from cenet.run_folder import WEIGHTS, replace_file
+from cenet.train.build import build_network
 from cenet.train.recipes import Recipe
-from cenet.train.setup import build_network
+from cenet.train.run_log import read_run
+from cenet.train.training_recipe import TrainingRecipe
 
-WEIGHTS = "weights.safetensors"
 
-
-def write_weights(path: Path, network: nn.Module, recipe: Course, inputs: Inputs) -> None:
-    """Write a state dict, with recipe and inputs beside it."""
+def write_weights(
+    path: Path, network: nn.Module, recipe: TrainingRecipe, inputs: InputSpec
+) -> None:
+    """Write the state dict of a network, with recipe and input spec in the header of the file."""
     state = {
         name: value.detach().cpu().contiguous().clone()
         for name, value in network.state_dict().items()
     }
-    # one entry: several would come in any order, and equal runs write equal files
+    # a single entry, because safetensors writes several in random order: equal runs must write
+    # equal files
     about = {"recipe": recipe.as_dict(), "inputs": inputs.as_dict(), "digest": digest(state, "")}
-    saving.replace_file(path, save(state, {"cenet": json.dumps(about)}))
+    replace_file(path, save(state, {"cenet": json.dumps(about)}))
 
 
 def read_weights(run: Path) -> tuple[dict[str, Tensor], str]:
@@ -34,11 +37,12 @@ def read_weights(run: Path) -> tuple[dict[str, Tensor], str]:
     final = run / WEIGHTS
     if final.is_file():
         return read_state(final), final.name
-    found = saving.newest(run)
+    found = checkpoint.newest(run)
     if found is None:
         raise ValueError(f"{run} has neither {WEIGHTS} nor a checkpoint yet")
-    tensors = found[1]
-    return snapshot.under("ema", tensors) or snapshot.under("model", tensors), found[0].name
+    path, tensors, *_ = found
+    averaged = checkpoint.strip_prefix("ema", tensors)
+    return averaged or checkpoint.strip_prefix("model", tensors), path.name
 
 
 def load_run(run: Path | str) -> nn.Module:
@@ -47,3 +51,80 @@ def load_run(run: Path | str) -> nn.Module:
     network = build_network(recipe, inputs)
     load_state_(network, read_weights(Path(run))[0])
     return network.eval()
+
+
+class InitialWeights(NamedTuple):
+    """The weights that a run started from.
+
+    Attributes:
+        weights: path of the file.
+        digest: digest of its content.
+        fresh: names of tensors that the file does not have, which keep their random values.
+    """
+
+    weights: str
+    digest: str
+    fresh: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """The message for the user."""
+        parts = {name.split(".ce.")[0] for name in self.fresh if ".ce." in name}
+        left = [name for name in self.fresh if ".ce." not in name]
+        new = [f"{len(parts)} CE layers"] * bool(parts) + left
+        return f"beginning with {self.weights}" + (f"; new are {', '.join(new)}" if new else "")
+
+
+def load_initial_weights_(network: nn.Module, path: Path, classes: int) -> InitialWeights:
+    """Load the weights of a trained network, in place.
+
+    That network may have been trained without CE, and for other classes: CE layers and the
+    classifier then keep their initial values.
+
+    Args:
+        network: the network to be trained.
+        path: a .safetensors or .pth file, or the folder of a finished run.
+        classes: number of classes of `network`.
+
+    Raises:
+        ValueError: the weights are of another network, or not finite.
+    """
+    file = path / WEIGHTS if path.is_dir() else path
+    state, own = read_state(file), network.state_dict()
+    broken = [name for name, value in state.items() if not bool(value.isfinite().all())]
+    if broken:
+        raise ValueError(f"{file} has values that are not finite: {', '.join(broken[:SHOWN])}")
+    known = digest(state, "")
+    state = _with_norms_inside(network, state)
+    fresh = [name for name in own if ".ce." in name and name not in state]
+    if len(fresh) < sum(".ce." in name for name in own):
+        fresh = []  # the file has some CE layers, so all must be there
+    fresh += [
+        name
+        for name, value in own.items()
+        if name in state and _is_of_other_classes(state[name], value, classes)
+    ]
+    try:
+        load_state_(network, {**state, **{name: own[name] for name in fresh}})
+    except ValueError as error:
+        raise ValueError(f"--weights {file}: {error}") from error
+    return InitialWeights(str(file), known, tuple(fresh))
+
+
+def _with_norms_inside(network: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of a network without CE, under the names that they have inside `NormCE2d`."""
+    wrapped = {name for name, module in network.named_modules() if isinstance(module, NormCE2d)}
+
+    def inside(name: str) -> str:
+        place, _, last = name.rpartition(".")
+        return f"{place}.norm.{last}" if place in wrapped else name
+
+    return {inside(name): value for name, value in state.items()}
+
+
+def _is_of_other_classes(found: Tensor, own: Tensor, classes: int) -> bool:
+    return (
+        found.shape != own.shape
+        and own.dim() in (1, 2)
+        and own.shape[0] == classes
+        and found.shape[1:] == own.shape[1:]
+    )

@@ -1,0 +1,167 @@
+"""Layers of the deploy form, which `fold_ce` puts in the place of norm, CE and activation."""
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+import cenet.nn.fused as fused
+from cenet import functional as F
+from cenet import ops
+from cenet.nn.base import EquilibriumLayer, call_as_leaf, finish, is_proxy
+from cenet.nn.branches import BatchDecorrelation2d, InstanceReweighting2d
+from cenet.nn.equilibrium import ChannelEquilibrium2d
+
+Branch = TypeVar("Branch", bound=EquilibriumLayer)
+
+
+class FoldedCE2d(nn.Module):
+    """CE in deployment, after a convolution that has absorbed the norm's scale: (M + Diag(a_n)) (x
+    + shift).
+
+    Shape: (N, C, H, W) -> (N, C, H, W).
+    """
+
+    # `ce_layers` does not look inside
+    is_deploy_form = True
+    takes_residual = True
+
+    values: Tensor
+    matrix: Tensor | None
+    matrix_shift: Tensor
+    gain_weight: Tensor
+    gain_offset: Tensor
+
+    def __init__(self, ce: EquilibriumLayer, shift: Tensor, act: nn.Module | None) -> None:
+        """Take over what `ce` uses in evaluation."""
+        super().__init__()
+        identity, _, reweighting = _shares(ce)
+        matrix = fixed_matrix(ce)
+        # as the kernels take it: x − (−shift), standardized by 1, scaled by 1
+        one, zero = torch.ones_like(shift), torch.zeros_like(shift)
+        self.register_buffer("values", torch.stack([-shift, one, one, zero, zero]))
+        self.register_buffer("matrix", matrix)
+        shifted = torch.zeros_like(shift) if matrix is None else mix_rows(shift, matrix)
+        self.register_buffer("matrix_shift", shifted)
+        self.register_buffer("gain_weight", reweighting)
+        # with a matrix, the identity is on its diagonal
+        self.register_buffer("gain_offset", identity if matrix is None else 0 * identity)
+        self.ir = _branch(ce, InstanceReweighting2d)
+        self.act = act
+
+    @property
+    def shift(self) -> Tensor:
+        """What is added to x, (C,)."""
+        return -self.values[0]
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, act: nn.Module | None = None
+    ) -> Tensor:
+        """Gate each sample, mix, add the residual if there is one, activate (see `NormCE2d`)."""
+        if is_proxy(x):
+            return call_as_leaf(self, x, residual, act)
+        act = self.act if act is None else act
+        if self.ir is not None and _can_fuse(self, self.ir, x, residual):
+            return _fused(self, self.ir, x, residual, act)
+        dtype = F.statistics_dtype(x)
+        matrix = None if self.matrix is None else self.matrix.to(dtype)
+        d, c = None, self.matrix_shift.to(dtype)[None]
+        if self.ir is not None:
+            pixels = x.shape[2] * x.shape[3]
+            mean = x.mean((2, 3), dtype=dtype)
+            spread = torch.linalg.vector_norm(x - mean[:, :, None, None], dim=(2, 3))
+            moments = F.Moments(mean, spread.square() / pixels, None, pixels)
+            one = mean.new_ones(x.shape[1])
+            gain = self.ir.gain(moments, one, self.ir.inv_std(one, None))
+            d = self.gain_weight * gain + self.gain_offset
+            c = c + d * self.shift
+        return finish(F.mix(x, matrix, d, c), act, residual)
+
+
+class Finish(nn.Module):
+    """What is left of a CE layer that went into the convolution: residual and activation."""
+
+    is_deploy_form = True
+    takes_residual = True
+
+    def __init__(self, act: nn.Module | None) -> None:
+        """Take over the activation."""
+        super().__init__()
+        self.act = act
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, act: nn.Module | None = None
+    ) -> Tensor:
+        """act(x + residual)."""
+        return finish(x, self.act if act is None else act, residual)
+
+
+def _can_fuse(
+    folded: FoldedCE2d, ir: InstanceReweighting2d, x: Tensor, residual: Tensor | None
+) -> bool:
+    unless = fused.no_kernel_for(ir)
+    given = [x, *folded.parameters(), *([] if residual is None else [residual])]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
+        unless = "a folded layer has gradients in plain PyTorch only (use torch.no_grad())"
+    if residual is not None and residual.dtype != x.dtype:
+        unless = f"the residual is of {residual.dtype}, not of {x.dtype}"
+    group_size = 1 if folded.matrix is None else folded.matrix.shape[-1]
+    return ops.use_kernels(x, [folded.values, *ir.gate], group_size, unless)
+
+
+def _fused(
+    folded: FoldedCE2d,
+    ir: InstanceReweighting2d,
+    x: Tensor,
+    residual: Tensor | None,
+    act: nn.Module | None,
+) -> Tensor:
+    name, slope, after = fused.inside_and_after(act)
+    y: Tensor = ops.folded_ce(
+        x,
+        residual,
+        folded.values,
+        folded.matrix,
+        *ir.gate,
+        ir.running_inv_std,
+        folded.gain_weight,
+        folded.gain_offset,
+        name,
+        slope,
+    )
+    return finish(y, after, None)
+
+
+def fixed_matrix(ce: EquilibriumLayer) -> Tensor | None:
+    """The part of a CE layer in evaluation that is the same for every sample, (G, K, K), if any."""
+    bd = _branch(ce, BatchDecorrelation2d)
+    if bd is None:
+        return None
+    identity, decorrelation, _ = _shares(ce)
+    return decorrelation * bd.running_inv_sqrt + identity * torch.eye(
+        bd.group_size, dtype=identity.dtype, device=identity.device
+    )
+
+
+def _shares(ce: EquilibriumLayer) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights of identity, batch decorrelation and instance reweighting in the output of `ce`."""
+    one = next(ce.buffers()).new_ones(())
+    alpha = one if ce.blend is None else ce.blend.detach().squeeze(0)
+    if isinstance(ce, ChannelEquilibrium2d):
+        lam = ce.mix.detach()
+    else:
+        lam = one * isinstance(ce, BatchDecorrelation2d)
+    return 1 - alpha, alpha * lam, alpha * (1 - lam)
+
+
+def _branch(ce: EquilibriumLayer, kind: type[Branch]) -> Branch | None:
+    return next((module for module in ce.modules() if isinstance(module, kind)), None)
+
+
+def mix_rows(values: Tensor, matrix: Tensor) -> Tensor:
+    """Apply `matrix` within each group of rows; the last group may be ragged."""
+    groups, group_size, _ = matrix.shape
+    flat = values.reshape(len(values), -1).to(matrix.dtype)
+    padded = torch.nn.functional.pad(flat, (0, 0, 0, groups * group_size - len(values)))
+    mixed = matrix @ padded.reshape(groups, group_size, -1)
+    return mixed.flatten(0, 1)[: len(values)].reshape(values.shape)

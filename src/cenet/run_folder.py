@@ -1,0 +1,98 @@
+"""The folder of a run: names of its files, a lock, and reading and replacing whole files."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ABOUT = "run.json"  # recipe, input spec and environment
+METRICS = "metrics.jsonl"  # one row per epoch
+METRICS_CSV = "metrics.csv"  # the same rows
+CHANNELS = "channels.csv"  # channel statistics, with --monitor-every
+WEIGHTS = "weights.safetensors"  # final weights
+LOCK = ".lock"
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other runs from writing to a folder; the lock disappears if this process is killed.
+
+    Raises:
+        ValueError: another process holds the lock.
+    """
+    try:
+        import fcntl
+    except ImportError:  # this system has no such locks
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("w") as file:
+        try:
+            # a lock of this process only: workers that outlive it do not hold the lock
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            raise ValueError(
+                f"another process is writing to {folder}; wait for it, or choose another --out"
+            ) from error
+        yield
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replace the content of `path` atomically; it is on the disk when this returns."""
+    with replacing(path, beside(path)) as new:
+        new.write_bytes(content)
+
+
+def beside(path: Path) -> Path:
+    """A hidden path in the folder of `path` that no other process uses."""
+    return path.with_name(f".{path.name}.{os.getpid()}")
+
+
+@contextmanager
+def replacing(path: Path, new: Path) -> Iterator[Path]:
+    """Write the file `new` inside this context; at its end, the file is synced and renamed.
+
+    Raises:
+        OSError: with `path` as its file name; `path` holds what it held before.
+    """
+    try:
+        yield new
+        _sync(new)
+        os.replace(new, path)
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        reason = str(error) if error.errno is None else os.strerror(error.errno)
+        raise OSError(error.errno, reason, str(path)) from error
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or the list of files of a folder, is on the disk."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file; ValueError if it cannot be read."""
+    try:
+        return json.loads(path.read_text())
+    # bytes that are not text, text that is not JSON, and lists nested too deeply
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl; ValueError if the file is damaged."""
+    try:
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict) or not isinstance(row.get("epoch"), int):
+            raise ValueError(f"{path} cannot be read: line {number} is not the row of an epoch")
+    return rows

@@ -1,0 +1,97 @@
+"""SIGTERM and SIGINT ask a run to save and stop; a second SIGINT stops it at once."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# exit status of a run that was interrupted and has been saved; EX_TEMPFAIL: try again later
+INTERRUPTED = 75
+
+
+class Interrupted(Exception):
+    """The run was asked to stop, and a checkpoint has been written."""
+
+
+class SignalWatch:
+    """Inside this context, SIGTERM and SIGINT are recorded instead of killing the process.
+
+    Attributes:
+        asked: the last signal that arrived, or None.
+    """
+
+    def __init__(self) -> None:
+        """No handler is installed yet."""
+        self.asked: signal.Signals | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "SignalWatch":
+        """Install the handlers; only the main thread receives signals."""
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def reclaim(self) -> None:
+        """Install the handlers again, unless a signal has arrived.
+
+        Triton's compiler installs handlers of its own in front of Python's. They pass on the first
+        signal, but the second of two in a row, as `timeout` sends them, kills the process.
+        """
+        if self.asked is None:
+            for number in self._before:
+                signal.signal(number, self._note)
+
+    def __exit__(self, *_: object) -> None:
+        """Restore the handlers from before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.asked = signal.Signals(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """Exit on SIGTERM with the status of a saved run, also while a command starts or ends.
+
+    Nothing needs to be saved at those times: every checkpoint on the disk is complete.
+    """
+    before = signal.signal(signal.SIGTERM, _leave)
+    try:
+        yield
+    finally:
+        # a run that was interrupted ignores signals until the process ends
+        if signal.getsignal(signal.SIGTERM) is _leave:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second SIGTERM must not change the status
+    with suppress(RuntimeError, OSError):  # stdout is being written to, or is closed
+        sys.stdout.flush()
+    os.write(2, b"interrupted; the same command with --resume auto goes on\n")
+    os._exit(INTERRUPTED)  # an exception could be raised in code that swallows it
+
+
+def ignore() -> None:
+    """Ignore SIGTERM and SIGINT from now on, pending ones included."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Block SIGTERM and SIGINT inside this context; processes started in it inherit the block."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

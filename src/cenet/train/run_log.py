@@ -1,0 +1,154 @@
+"""Write what a run is (run.json) and how it went (metrics, channels), and read its recipe back."""
+
+import csv
+import io
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from cenet.analysis.monitor import FIELDS, Values
+from cenet.data.input_spec import InputSpec
+from cenet.run_folder import (
+    ABOUT,
+    CHANNELS,
+    METRICS,
+    METRICS_CSV,
+    read_json,
+    read_metrics,
+    replace_file,
+)
+from cenet.train.training_recipe import R, TrainingRecipe
+
+# columns that differ between two runs of the same recipe
+TIMES = ("seconds", "images_per_second")
+
+
+class RunLog:
+    """Rows of metrics, one per epoch, in JSON lines, CSV and (if installed) TensorBoard."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the rows of an earlier start of the run."""
+        self.folder = folder
+        self.rows: list[dict[str, Any]] = []
+        self._about: dict[str, Any] = {}
+        self._tensorboard: Any = None
+        path = folder / METRICS
+        if path.is_file():
+            self.rows = read_metrics(path)
+
+    def begin(
+        self,
+        recipe: TrainingRecipe,
+        inputs: InputSpec,
+        environment: dict[str, Any],
+        *,
+        after: int,
+        updates: int,
+        tested_on: str,
+    ) -> None:
+        """Write run.json, and remove rows that the run will write again.
+
+        Args:
+            recipe, inputs, environment, tested_on: as their names say, for run.json.
+            after: number of finished epochs; rows of later epochs are removed.
+            updates: number of finished updates; later rows of channels.csv are removed.
+        """
+        self.rows = [row for row in self.rows if row["epoch"] <= after]
+        self._forget_channels(updates)
+        path = self.folder / ABOUT
+        about: dict[str, Any] = {
+            "command": recipe.command,
+            "recipe": recipe.as_dict(),
+            "tested_on": tested_on,
+            "inputs": inputs.as_dict(),
+            "environment": environment,
+        }
+        if updates:  # keep what the first start of the run wrote
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                before = json.loads(path.read_text())
+                about["environment"] = before["environment"]
+                about["resumed"] = [*before.get("resumed", []), environment]
+                about["times"] = list(before.get("times", []))
+        self._about = about
+        self._write_about()
+        self._write()
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            return
+        self._tensorboard = SummaryWriter(str(self.folder / "tensorboard"), purge_step=after + 1)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Add the row of an epoch."""
+        self.rows.append(row)
+        self._write()
+        if self._tensorboard is not None:
+            for name, value in row.items():
+                if isinstance(value, float) and name != "epoch":
+                    self._tensorboard.add_scalar(name, value, row["epoch"])
+            self._tensorboard.flush()
+
+    def add_channels(self, updates: int, values: Values) -> None:
+        """Add the measurements of the monitor after this many updates."""
+        path = self.folder / CHANNELS
+        is_new = not path.exists()
+        with path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+            if is_new:
+                writer.writeheader()
+            writer.writerows({"step": updates, "layer": name, **values[name]} for name in values)
+
+    def _forget_channels(self, updates: int) -> None:
+        path = self.folder / CHANNELS
+        if not path.is_file():
+            return
+        with path.open(newline="") as file:
+            kept = [row for row in csv.DictReader(file) if int(row["step"]) < updates]
+        # earlier versions wrote other columns
+        text = io.StringIO()
+        writer = csv.DictWriter(text, FIELDS, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(kept)
+        replace_file(path, text.getvalue().encode())
+
+    def add_times(self, times: dict[str, Any]) -> None:
+        """Add the wall time of this start of the run to run.json."""
+        self._about["times"] = [*self._about.get("times", []), times]
+        self._write_about()
+
+    def end(self) -> None:
+        """Close the files of TensorBoard."""
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def _write_about(self) -> None:
+        replace_file(self.folder / ABOUT, (json.dumps(self._about, indent=2) + "\n").encode())
+
+    def _write(self) -> None:
+        lines = "".join(json.dumps(row) + "\n" for row in self.rows)
+        replace_file(self.folder / METRICS, lines.encode())
+        table = io.StringIO()
+        if self.rows:
+            writer = csv.DictWriter(table, list(self.rows[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(self.rows)
+        replace_file(self.folder / METRICS_CSV, table.getvalue().encode())
+
+
+def read_run(folder: Path, kind: type[R]) -> tuple[R, InputSpec]:
+    """Recipe and input spec of a run; ValueError if `folder` is no run of this kind of recipe."""
+    path = folder / ABOUT
+    if not path.is_file():
+        raise ValueError(f"{folder} is not a folder of `{kind.command}`: it has no {path.name}")
+    about = read_json(path)
+    try:
+        made = about["command"]
+        if made != kind.command:
+            raise ValueError(
+                f"{folder} is a run of `{made}`, not of `{kind.command}`; see "
+                f"`{str(made).removesuffix(' train')} --help`"
+            )
+        return kind.from_dict(about["recipe"]), InputSpec.from_dict(about["inputs"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not of this version of `{kind.command}`: {error!r}") from error

@@ -1,0 +1,58 @@
+"""What a run says while it goes on, on a terminal and in a log."""
+
+import os
+import subprocess
+import sys
+import time
+
+import cenet.train.progress as progress
+from cenet.train.progress import TrainingProgress
+
+SCRIPT = """
+from cenet.train.progress import TrainingProgress
+with TrainingProgress(shown=True, epochs=2, steps=3) as told:
+    told.step(0, 1, "loss 0.5000")
+    told.note("testing")
+    told.say("epoch 1 of 2: loss 0.4000, [box] AP 0.123")
+    told.step(1, 3, "loss 0.2500")
+"""
+
+
+def test_a_terminal_has_a_bar_and_lines_above_it():
+    own, theirs = os.openpty()
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], stderr=theirs, stdout=subprocess.PIPE, check=True,
+        env={**os.environ, "COLUMNS": "80", "TERM": "xterm"},
+    )  # fmt: skip
+    os.close(theirs)
+    shown = os.read(own, 65536).decode()
+    os.close(own)
+    assert "epoch 1 of 2: loss 0.4000, [box] AP 0.123" in shown
+    assert "loss 0.2500" in shown
+    assert "nan" not in shown
+    assert done.stdout == b""
+
+
+def test_a_log_is_never_silent_for_long(monkeypatch, capsys):
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    with TrainingProgress(shown=True, epochs=2, steps=100) as told:
+        for step in range(1, 101):
+            clock[0] += 4
+            told.step(0, step, f"loss {step}")
+        told.note("testing")
+        told.say("epoch 1 of 2: done")
+    lines = capsys.readouterr().out.splitlines()
+    # every 64 seconds; 4 a step
+    assert len(lines) == 100 * 4 // 64 + 1
+    assert lines[0] == "epoch 1 of 2, step 16 of 100: loss 16, 0:12:16 left"
+    assert lines[-1] == "epoch 1 of 2: done"
+    assert progress.SILENCE < 64
+
+
+def test_other_processes_and_loops_of_ones_own_say_nothing(capsys):
+    with TrainingProgress(shown=False, epochs=1, steps=1) as told:
+        told.say("nothing")
+        told.step(0, 1, "nothing")
+    TrainingProgress(shown=True, epochs=1, steps=1).say("nothing")
+    assert capsys.readouterr() == ("", "")
