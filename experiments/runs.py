@@ -65,8 +65,13 @@ class Run:
 
     @property
     def is_diagnosed(self) -> bool:
-        """Whether its channels are measured in the end: not if it only chooses settings."""
-        return not self.made.holdout
+        """Whether its channels are measured in the end."""
+        return not self.is_trial
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether it only helps to choose settings, on training images that are held out."""
+        return bool(getattr(self.made, "holdout", 0))
 
     @property
     def made(self) -> Any:
