@@ -57,7 +57,7 @@ def parse_job(
         name, rest = example, ["--help"]
     try:
         job = default(name)
-        flat: Any = Annotated[type(job), tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff]
+        flat: Any = Annotated[type(job), tyro.conf.OmitArgPrefixes]
         found: J = tyro.cli(flat, default=job, args=rest, prog=f"{command} {name}")
     except ValueError as error:
         # all processes have the same arguments; one message is enough
