@@ -11,7 +11,7 @@ from torch import nn
 import cenet
 from _pages import write_run
 from _planted import Planted, Tangled, images
-from cenet.analysis.diagnosis import Diagnosis
+from cenet.analysis.diagnosis import VERSION, Diagnosis
 from cenet.analysis.gradcam import overlays
 from cenet.models.lookup import create_named
 from cenet.report import write_diagnosis_page, write_page
@@ -136,7 +136,7 @@ def test_correlation_inside_groups_and_over_all_pairs():
 def test_files_of_version_2_are_read(tmp_path):
     model = Tangled()
     content = json.loads(json.dumps(cenet.diagnose(model, [images()]).as_dict()))
-    assert content["version"] == 3
+    assert content["version"] == VERSION
     content["version"] = 2
     image = "data:image/png;base64,AAAA"
     picture = {"image": image, "overlay": image, "label": "cat", "predicted": "dog"}
@@ -172,7 +172,7 @@ def first(part, **changes):
     ("edit", "message"),
     [
         (lambda d: d.update(format="other"), "not a diagnosis: its format is 'other', not 'cenet"),
-        (lambda d: d.update(version=1), "this diagnosis is of version 1, not 3"),
+        (lambda d: d.update(version=1), f"this diagnosis is of version 1, not {VERSION}"),
         (lambda d: d.pop("layers"), r"missing \['layers'\], unknown \[\]"),
         (lambda d: d.update(layers=None), "layers must be a list, got 'None'"),
         (lambda d: d.update(layers=[{"name": "x"}]), r"layers\[0\]: missing \['activation'"),

@@ -19,9 +19,11 @@ from cenet import (
     ops,
 )
 from cenet.kernels import layer
-from cenet.kernels.call import BATCH, CONSTANTS, PARAMETERS, NormCECall
+from cenet.kernels.call import BATCH, CONSTANTS, FUSED_ACTIVATIONS, PARAMETERS, NormCECall
 
 gpu = pytest.mark.gpu
+# of activations, where `MODULES` calls them otherwise
+NAMES = {"none": "no activation", "leaky_relu": "leaky relu"}
 
 
 def operator_arguments(device, residual, steps=2, momenta=(0.1, -1.0, 0.1)):
@@ -31,7 +33,9 @@ def operator_arguments(device, residual, steps=2, momenta=(0.1, -1.0, 0.1)):
     tensors = [images(device=device).requires_grad_()]
     tensors += [images(seed=1, device=device).requires_grad_() if residual else None]
     tensors += [module.norm.weight, module.norm.bias, None, None, None, None, *ce.ir.gate]
-    constants = [[BATCH] * 3, 16, steps, 1, 1e-5, 1e-5, "relu", 0.0]
+    values = {"sources": [BATCH] * 3, "group_size": 16, "steps": steps, "pool": 1,
+              "norm_eps": 1e-5, "eps": 1e-5, "act": "relu", "slope": 0.0}  # fmt: skip
+    constants = [values[name] for name in CONSTANTS]
     forward = [*tensors, ce.mix_logit, None, *buffers_of(module), list(momenta), *constants]
     with kernels_on(device), torch.no_grad():
         y, state = ops.norm_ce(*forward)
@@ -123,7 +127,7 @@ def test_compiled_blocks_are_one_graph_and_two_over_batch_sizes(name, device):
 
 @each_device
 @pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.parametrize("name", ["relu", "leaky relu", "elu", "no activation"])
+@pytest.mark.parametrize("name", [NAMES.get(name, name) for name in FUSED_ACTIVATIONS])
 def test_the_compiler_gets_the_activation_behind_a_residual(name, device, monkeypatch):
     """To join it with what comes before in the backward pass: then the kernels see no y."""
     outputs = []

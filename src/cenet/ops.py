@@ -26,6 +26,7 @@ from cenet import functional as F
 from cenet.kernels.call import (
     ABSENT,
     BATCH,
+    CONSTANTS,
     NORM_CE,
     NORM_CE_BACKWARD,
     RUNNING,
@@ -121,6 +122,7 @@ _library.define(
 norm_ce = torch.ops.cenet.norm_ce.default
 norm_ce_backward = torch.ops.cenet.norm_ce_backward.default
 folded_ce = torch.ops.cenet.folded_ce.default
+_ACT, _SLOPE = CONSTANTS.index("act"), CONSTANTS.index("slope")
 
 
 def _norm_ce(*args: Any) -> tuple[Tensor, Tensor]:
@@ -210,12 +212,12 @@ class _NormCE(torch.autograd.Function):
         if grad is None:
             return (None,) * len(ctx.needs_input_grad)
         y, x, *parameters, state = ctx.saved_tensors
-        *settings, act, slope = ctx.constants
+        constants = list(ctx.constants)
         if y is not None and detect_fake_mode([grad]) is not None:
             # left to the compiler, which joins it with the addition that made `grad`
-            grad, y, act = _through_activation(grad, y, act, slope), None, "none"
-        args = (grad, y, x, *parameters, state, *settings, act, slope)
-        dx, residual, small = norm_ce_backward(*args)
+            grad = _through_activation(grad, y, constants[_ACT], constants[_SLOPE])
+            y, constants[_ACT] = None, "none"
+        dx, residual, small = norm_ce_backward(grad, y, x, *parameters, state, *constants)
         grads: list[Tensor | None] = [None] * len(parameters)
         if any(ctx.needs_input_grad[2:]):
             grads = _parameter_gradients(small, x.shape[1], parameters)
@@ -242,6 +244,8 @@ def _through_activation(grad: Tensor, y: Tensor, act: str, slope: float) -> Tens
     """Gradient of the activation's argument, read off the activation's result."""
     if act == "relu":
         return torch.where(y > 0, grad, 0)
+    if act not in ("leaky_relu", "elu"):
+        raise ValueError(f"the gradient of {act} is not written here")
     slopes = slope if act == "leaky_relu" else y.float() + slope
     return torch.where(y > 0, grad, (slopes * grad.float()).to(grad.dtype))
 

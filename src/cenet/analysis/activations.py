@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from cenet import ops
 from cenet.analysis.readers import Readers, moved_dim
+from cenet.kernels.call import NormCECall
 from cenet.nn import NormCE2d
 from cenet.nn.base import EquilibriumLayer
 from cenet.nn.norms import norm_channels
@@ -34,7 +35,7 @@ ATEN_ACTIVATIONS = {
     "hardtanh": "hardtanh",
 }
 # operators of ours that contain an activation -> position of its name among their arguments
-FUSED = {ops.norm_ce: -2, ops.folded_ce: -2}
+FUSED = {ops.norm_ce: NormCECall._fields.index("act"), ops.folded_ce: -2}
 MIX_LAST = ("addmm", "mm", "linear", "native_layer_norm", "_fused_rms_norm")
 # operators whose result has the channels of their arguments, in the same dimension
 PASS = frozenset(

@@ -19,8 +19,10 @@ from cenet.run_folder import replace_file
 
 FILE = "diagnosis.json"
 FORMAT = "cenet.diagnosis"
+# A new field of a record makes older files unreadable: raise VERSION, keep the old one in READABLE,
+# and give the field its value for older files in a function like `_since_version_2`.
 VERSION = 3
-READABLE = (2, VERSION)
+READABLE = (2, 3)
 AGAIN = "write it again with `cenet diagnose`"
 # fields of a layer that list channels by their numbers
 COUNTED = (

@@ -15,7 +15,7 @@ from torch import Tensor
 # where norm, decorrelation and reweighting take their statistics from
 ABSENT, BATCH, RUNNING = 0, 1, 2
 # activations that the kernels apply; LeakyReLU's slope or ELU's α comes beside the name
-ACTIVATIONS = {"none": 0, "relu": 1, "leaky_relu": 2, "elu": 3}
+FUSED_ACTIVATIONS = {"none": 0, "relu": 1, "leaky_relu": 2, "elu": 3}
 
 
 class Mode(NamedTuple):
@@ -74,7 +74,7 @@ class NormCECall(NamedTuple):
     pool: _Int  # side of the max-pool window before the covariance
     norm_eps: _Float
     eps: _Float  # of s
-    act: _Str  # a key of ACTIVATIONS
+    act: _Str  # a key of FUSED_ACTIVATIONS
     slope: _Float  # LeakyReLU's slope, or ELU's α
 
     @classmethod

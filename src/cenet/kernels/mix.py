@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cenet.functional import is_channels_last
-from cenet.kernels.call import ACTIVATIONS
+from cenet.kernels.call import FUSED_ACTIVATIONS
 from cenet.kernels.launch import empty, launch
 from cenet.kernels.pooling import ADD_TILE, add_pooled_kernel, pooled_walk
 from cenet.kernels.tiles import (
@@ -316,7 +316,7 @@ def forward(x: Tensor, y: Tensor, mapping: Map, residual: Tensor | None = None) 
     launch(
         _forward_kernel, grid(x, mapping, cut),
         x, residual, y, *pointers(mapping), *sizes(x), mapping.slope, *cuts(x, cut),
-        **tile_constants(x, mapping, cut), ACT=ACTIVATIONS[mapping.act],
+        **tile_constants(x, mapping, cut), ACT=FUSED_ACTIVATIONS[mapping.act],
     )  # fmt: skip
 
 
@@ -346,7 +346,7 @@ def reduce(
         _reduce_kernel, grid(x, mapping, cut),
         x, grad, y, masked, *pointers(mapping), grad_P, grad_d, grad_c, *sizes(x),
         groups, mapping.slope, *cuts(x, cut), **tile_constants(x, mapping, cut),
-        ACT=ACTIVATIONS[mapping.act],
+        ACT=FUSED_ACTIVATIONS[mapping.act],
     )  # fmt: skip
     return Sums(grad_P, grad_d, grad_c, cut.splits)
 
@@ -376,7 +376,7 @@ def backward(
         _backward_kernel, grid(x, mapping, cut),
         x, grad, dx, *pointers(mapping), None if pooled else through.Q, through.e, through.f,
         *sizes(x), mapping.slope, *cuts(x, cut), **tile_constants(x, mapping, cut),
-        ACT=ACTIVATIONS["none" if masked else mapping.act],
+        ACT=FUSED_ACTIVATIONS["none" if masked else mapping.act],
     )  # fmt: skip
     if pooled:
         _add_pooled(x, dx, mapping, through, pool)

@@ -13,11 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from cenet.functional import is_channels_last
-from cenet.kernels.call import ACTIVATIONS
+from cenet.kernels.call import FUSED_ACTIVATIONS
 from cenet.kernels.launch import empty, launch
 from cenet.kernels.mix import Map, StatisticsGradient, Sums
 from cenet.kernels.moments import Parts, chunk_constants
 from cenet.kernels.tiles import (
+    NONE,
     activate,
     activation_gradient,
     activation_gradient_from_output,
@@ -222,7 +223,7 @@ def _reduce_small_kernel(
         y = tl.load(y_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
         g = activation_gradient_from_output(g, y, slope, ACT)
         store_tile(masked_ptr, offsets, g, inside, False)
-    elif ACT > 0:
+    elif ACT != NONE:
         g = activation_gradient(
             g, _mapped(x, w, gamma, beta, offset, P, P_ptr is not None), slope, ACT
         )
@@ -260,7 +261,7 @@ def _backward_small_kernel(
     x, rstd, gamma, beta, offset, w, P = _load_map(
         x_ptr, values_ptr, P_ptr, w_ptr, n, channel, valid, offsets, inside, C, K
     )
-    if ACT > 0:
+    if ACT != NONE:
         g = activation_gradient(
             g, _mapped(x, w, gamma, beta, offset, P, P_ptr is not None), slope, ACT
         )
@@ -297,7 +298,7 @@ def forward(x: Tensor, y: Tensor, mapping: Map, residual: Tensor | None = None) 
     launch(
         _forward_small_kernel, _grid(x, cut, mapping.group_size),
         x, residual, y, *mapping[:3], n, channels, height * width, mapping.slope,
-        **_constants(x, cut, mapping.group_size), ACT=ACTIVATIONS[mapping.act],
+        **_constants(x, cut, mapping.group_size), ACT=FUSED_ACTIVATIONS[mapping.act],
     )  # fmt: skip
 
 
@@ -315,7 +316,7 @@ def reduce(
         _reduce_small_kernel, _grid(x, cut, mapping.group_size),
         x, grad, y, masked, *mapping[:3], grad_P, grad_d, grad_c, n, channels, height * width,
         ceil_div(channels, mapping.group_size), mapping.slope,
-        **_constants(x, cut, mapping.group_size), ACT=ACTIVATIONS[mapping.act],
+        **_constants(x, cut, mapping.group_size), ACT=FUSED_ACTIVATIONS[mapping.act],
     )  # fmt: skip
     return Sums(grad_P, grad_d, grad_c, 1, cut.samples)
 
@@ -336,7 +337,7 @@ def backward(
         _backward_small_kernel, _grid(x, cut, mapping.group_size),
         x, grad, dx, *mapping[:3], through.Q, through.e, through.f, n, channels, height * width,
         mapping.slope, **_constants(x, cut, mapping.group_size),
-        ACT=ACTIVATIONS["none" if masked else mapping.act],
+        ACT=FUSED_ACTIVATIONS["none" if masked else mapping.act],
     )  # fmt: skip
 
 

@@ -15,14 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from cenet.functional import is_channels_last
-from cenet.kernels.call import ACTIVATIONS, BATCH, RUNNING
+from cenet.kernels.call import BATCH, FUSED_ACTIVATIONS, RUNNING
 from cenet.kernels.launch import INTERPRETED
 
 IS_BATCH = tl.constexpr(BATCH)
 IS_RUNNING = tl.constexpr(RUNNING)
-NONE = tl.constexpr(ACTIVATIONS["none"])
-RELU = tl.constexpr(ACTIVATIONS["relu"])
-LEAKY_RELU = tl.constexpr(ACTIVATIONS["leaky_relu"])
+NONE = tl.constexpr(FUSED_ACTIVATIONS["none"])
+RELU = tl.constexpr(FUSED_ACTIVATIONS["relu"])
+LEAKY_RELU = tl.constexpr(FUSED_ACTIVATIONS["leaky_relu"])
+ELU = tl.constexpr(FUSED_ACTIVATIONS["elu"])
 
 # Rows of `values`, (10, C): what is known of each channel. The first five are the map's.
 CENTER = tl.constexpr(0)  # x̂ = (x − center) · rstd
@@ -505,8 +506,10 @@ def activate(y, slope, ACT: tl.constexpr):
         return at_least_0(y)
     elif ACT == LEAKY_RELU:
         return tl.where(y > 0, y, slope * y)
-    else:
+    elif ACT == ELU:
         return tl.where(y > 0, y, slope * (tl.exp(tl.minimum(y, 0.0)) - 1))
+    else:
+        tl.static_assert(False, "this activation is not written here")
 
 
 @triton.jit
@@ -518,8 +521,10 @@ def activation_gradient(grad, before, slope, ACT: tl.constexpr):
         return tl.where(before > 0, grad, 0.0)
     elif ACT == LEAKY_RELU:
         return tl.where(before > 0, grad, slope * grad)
-    else:
+    elif ACT == ELU:
         return tl.where(before > 0, grad, grad * slope * tl.exp(tl.minimum(before, 0.0)))
+    else:
+        tl.static_assert(False, "this activation is not written here")
 
 
 @triton.jit
@@ -531,5 +536,7 @@ def activation_gradient_from_output(grad, after, slope, ACT: tl.constexpr):
         return tl.where(after > 0, grad, 0.0)
     elif ACT == LEAKY_RELU:
         return tl.where(after > 0, grad, slope * grad)
-    else:
+    elif ACT == ELU:
         return tl.where(after > 0, grad, grad * (after + slope))
+    else:
+        tl.static_assert(False, "this activation is not written here")
