@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from experiments import building, costs, drawing, tables, uncertainty
+from experiments.__main__ import main as driver
 from experiments.__main__ import parse as parse_driver
 from experiments.catalogue import GRID, RESULTS
 from experiments.collecting import collect, parts_of
@@ -619,10 +620,11 @@ def test_wrong_arguments(arguments, message, monkeypatch, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_the_dry_run_lists_every_run(tmp_path):
-    done = start("list", "--every-run", "--results", tmp_path, "--runs", tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("missing") == len(EVERY)
+def test_the_dry_run_lists_every_run(tmp_path, monkeypatch, capsys):
+    folders = ("--results", str(tmp_path), "--runs", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["experiments", "list", "--every-run", *folders])
+    driver()
+    assert capsys.readouterr().out.count("missing") == len(EVERY)
 
 
 SMALL = ("table_branches", "--smoke", "--device", "cpu", "--ablation-images", "20")

@@ -207,11 +207,9 @@ def test_import_takes_less_than_a_second_beyond_torch():
         "import time, torch; start = time.perf_counter(); "
         "import cenet; print(time.perf_counter() - start)"
     )
-    times = [
-        float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
-        for _ in range(3)
-    ]
-    assert min(times) < 1
+    command = [sys.executable, "-c", code]
+    times = (float(subprocess.run(command, capture_output=True, check=True).stdout) for _ in "abc")
+    assert any(time < 1 for time in times)  # the first, but for other work of this machine
 
 
 def test_version_is_the_same_everywhere():
