@@ -8,8 +8,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -17,7 +15,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from _training import TINY, assert_same_run, few_digits, stop_at, trainer
+from _training import TINY, assert_same_run, call, few_digits, stop_at, trainer
 from cenet.data.datasets import digits
 from cenet.signals import Interrupted
 from cenet.train import RECIPES, checkpoint
@@ -300,7 +298,9 @@ def test_an_error_while_saving_beside_ends_the_run_soon(tmp_path, monkeypatch):
     assert [int(path.stem[5:]) for path in checkpoint.checkpoints(tmp_path)] == [2]
 
 
-def test_a_disk_that_fills_while_saving_is_one_line_and_nothing_whole_is_lost(tmp_path):
+def test_a_disk_that_fills_while_saving_is_one_line_and_nothing_whole_is_lost(
+    tmp_path, monkeypatch
+):
     """A limit on the size of files stands for the disk: it is met in the middle of a checkpoint."""
     recipe = replace(RECIPES["digits_ce"], epochs=3, batch_size=256)
     first = trainer(recipe, tmp_path, digits())
@@ -311,13 +311,14 @@ def test_a_disk_that_fills_while_saving_is_one_line_and_nothing_whole_is_lost(tm
     before = whole.read_bytes()
     arguments = ["train", "digits_ce", "--out", str(tmp_path), "--device", "cpu"]
     arguments += ["--epochs", "3", "--batch-size", "256", "--resume", "auto"]
-    limit = len(before) // 2
-    found = subprocess.run(
-        [sys.executable, "-m", "cenet", *arguments], capture_output=True, text=True, timeout=120,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-    )  # fmt: skip
-    assert found.returncode == 1
-    assert re.fullmatch(r".*File too large: '.*step-000000005.safetensors'\n", found.stderr)
+    free = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, free[1]))
+    try:
+        with pytest.raises(SystemExit) as left:
+            call(monkeypatch, *arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, free)
+    assert re.fullmatch(r".*File too large: '.*step-000000005.safetensors'", left.value.code)
     assert checkpoint.checkpoints(tmp_path) == [whole]
     assert whole.read_bytes() == before
     assert not list(tmp_path.glob(".*step*"))
