@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import COLLECTED, long_tier
 
 import cenet
-from conftest import COLLECTED, long_tier
 
 HERE = Path(__file__).parent
 ROOT = Path(__file__).parent.parent
@@ -236,7 +236,7 @@ def test_links_in_the_documentation_lead_somewhere(path):
 def test_paper_page_names_only_tests_that_exist():
     page = (ROOT / "docs" / "paper.md").read_text()
     files = ("test_paper", "test_theory", "test_theory_proxy")
-    tests = "".join((ROOT / "tests" / f"{name}.py").read_text() for name in files)
+    tests = "".join(path.read_text() for path in HERE.rglob("test_*.py") if path.stem in files)
     named = set(re.findall(r"\btest_\w+", page)) - {*files}
     assert named
     assert not {name for name in named if f"def {name}(" not in tests}
@@ -262,7 +262,7 @@ def test_diagrams_of_the_paper_page_are_those_the_script_draws(tmp_path):
 
 def test_what_the_long_tier_shows_has_a_fast_witness(pytestconfig):
     names = pytestconfig.stash[COLLECTED]
-    if {name.split("::")[0] for name in names} < {path.name for path in HERE.glob("test_*.py")}:
+    if {name.split("::")[0] for name in names} < {path.name for path in HERE.rglob("test_*.py")}:
         pytest.skip("not all tests were collected")
     for row in long_tier():
         assert any(re.match(row["tests"], name) for name in names), f"{row['tests']} is no test"

@@ -439,7 +439,7 @@ def test_the_table_of_the_documentation_is_computed():
 
     import cenet.models  # noqa: F401
 
-    page = Path(__file__).parent.parent / "docs" / "scaling.md"
+    page = Path(__file__).parents[2] / "docs" / "scaling.md"
     rows = [
         row.split("|")[1:-1] for row in page.read_text().splitlines() if row.startswith("| `ce")
     ]

@@ -5,6 +5,8 @@ import contextlib
 import fcntl
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +39,14 @@ def run(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 1
                 raise TimeoutError(f"the ranks did not end within {timeout} s")
         results = [Path(folder, f"{rank}.pt") for rank in range(ranks)]
         return [torch.load(result, weights_only=False) for result in results]
+
+
+def torchrun(*arguments: str, processes: int = 2) -> subprocess.Popen[bytes]:
+    """A command of cenet in several processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+    command += ["--master-port", str(20000 + os.getpid() % 20000), "-m", "cenet"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([*command, *arguments], env=environment)
 
 
 def once(name: str, function: Callable[[], Any]) -> Any:

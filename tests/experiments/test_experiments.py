@@ -39,7 +39,7 @@ from cenet.train.job import Job, train
 from cenet.train.options import Options
 from cenet.train.weights import load_run
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 EVERY = list(dict.fromkeys(run for result in RESULTS.values() for run in result.needs))
 
 

@@ -25,7 +25,7 @@ from cenet.models.cost import PAPER_GFLOPS, cost, multiply_adds
 from cenet.models.released import released_ceresnet50
 from cenet.models.staged import VGG16
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "fixtures"
 # what torchvision publishes with its weights
 PUBLISHED = {
     "resnet18": torchvision.models.ResNet18_Weights.IMAGENET1K_V1,
@@ -450,7 +450,7 @@ def test_a_released_checkpoint_with_impossible_values_is_refused(key, value, mes
 
 def bench(monkeypatch, *arguments):
     """`benchmarks/bench_networks.py` in this process."""
-    script = Path(__file__).parents[1] / "benchmarks" / "bench_networks.py"
+    script = Path(__file__).parents[2] / "benchmarks" / "bench_networks.py"
     monkeypatch.syspath_prepend(str(script.parent))
     monkeypatch.setattr(sys, "argv", [str(script), *arguments])
     runpy.run_path(str(script), run_name="__main__")
@@ -478,6 +478,6 @@ def test_bench_prints_ratios(monkeypatch, capsys):
 
 
 def test_hub_entry_points():
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     model = torch.hub.load(str(root), "ceshufflenetv2_x0_5", source="local", num_classes=3)
     assert sum(isinstance(m, NormCE2d) for m in model.modules()) == 16
