@@ -190,26 +190,21 @@ def test_public_names():
     assert not missing, "README does not mention them"
 
 
-def test_import_is_light():
+def test_import_is_light_and_takes_less_than_a_second_beyond_torch():
     heavy = ["timm", "triton", "matplotlib", "torchvision", "sklearn", "tyro", "rich"]
     code = (
-        "import sys, torch; before = set(sys.modules); import cenet; "
-        f"print([m for m in {heavy} if m in set(sys.modules) - before])"
+        "import sys, time, torch; before = set(sys.modules); start = time.perf_counter(); "
+        "import cenet; print(time.perf_counter() - start); "
+        f"print(*(m for m in {heavy} if m in set(sys.modules) - before))"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert result.stdout.strip() == "[]"
-
-
-def test_import_takes_less_than_a_second_beyond_torch():
-    code = (
-        "import time, torch; start = time.perf_counter(); "
-        "import cenet; print(time.perf_counter() - start)"
-    )
-    command = [sys.executable, "-c", code]
-    times = (float(subprocess.run(command, capture_output=True, check=True).stdout) for _ in "abc")
-    assert any(time < 1 for time in times)  # the first, but for other work of this machine
+    for _ in range(3):  # once, but for other work of this machine
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        seconds, modules = done.stdout.split("\n", 1)
+        assert not modules.strip()
+        if float(seconds) < 1:
+            break
+    assert float(seconds) < 1
 
 
 def test_version_is_the_same_everywhere():
