@@ -4,6 +4,7 @@ import csv
 import json
 from dataclasses import asdict
 from functools import cache
+from math import inf
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,6 +20,10 @@ from experiments.lasting import TASKS
 from experiments.runs import DetectorRun, LastingRun, Run
 
 FIRST = 6  # layers of the paper's single figure
+# of a trial whose loss became infinite: no setting is worse
+WORST = {
+    "top1": 0.0, "top5": 0.0, "train_loss": inf, "train_top1": 0.0, "test_loss": inf,
+}  # fmt: skip
 CURVES = ("train_loss", "train_top1", "test_loss", "test_top1", "test_top5", "seconds")
 
 Rows = list[dict[str, Any]]
@@ -28,7 +33,7 @@ def collect(run: Run, folder: Path, command: str, commit: str = "") -> dict[str,
     """Rows by table.
 
     Args:
-        run: what was trained.
+        run: what was trained, to its end or, if it is a trial, until its loss was not finite.
         folder: of the run.
         command: that trained it.
         commit: of the code, where git is not at hand.
@@ -52,8 +57,9 @@ def collect(run: Run, folder: Path, command: str, commit: str = "") -> dict[str,
     }  # fmt: skip
     if isinstance(run, DetectorRun):
         return {"detections": [about | last_row(folder)]}
-    if not run.is_diagnosed:
-        return {"trials": [about | _accuracies(metrics)]}
+    if run.is_trial:
+        diverged = len(metrics) < recipe.epochs
+        return {"trials": [about | (WORST if diverged else _accuracies(metrics))]}
     found = Diagnosis.read(folder / FILE)
     if found.batch_norms is None:
         raise ValueError(

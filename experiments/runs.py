@@ -14,7 +14,7 @@ from experiments.lasting import ABOUT
 from experiments.lasting import Course as Tasks
 
 # of `cenet train` on a GPU; the first moves numbers, and each row says it
-ON_GPU = ("--precision", "bfloat16", "--channels-last", "True")
+ON_GPU = ("--precision", "bfloat16", "--channels-last")
 LOOK_EVERY = 400  # updates between looks at the channels of a watched run
 # what is compared over many tasks
 LASTING: dict[str, dict[str, Any]] = {
@@ -65,8 +65,13 @@ class Run:
 
     @property
     def is_diagnosed(self) -> bool:
-        """Whether its channels are measured in the end: not if it only chooses settings."""
-        return not self.made.holdout
+        """Whether its channels are measured in the end."""
+        return not self.is_trial
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether it only helps to choose settings, on training images that are held out."""
+        return bool(getattr(self.made, "holdout", 0))
 
     @property
     def made(self) -> Any:
@@ -98,7 +103,7 @@ class Run:
         found = ["--resume", "auto", *(ON_GPU if on_gpu else ())]
         if self.watched:
             return [*found, "--monitor-every", str(LOOK_EVERY)]
-        return [*found, "--cuda-graphs", "True"] if on_gpu else found
+        return [*found, "--cuda-graphs"] if on_gpu else found
 
     @property
     def arguments(self) -> list[str]:
@@ -107,9 +112,14 @@ class Run:
         found = [*self.command, self.recipe]
         for field in fields(own):
             value = getattr(own, field.name)
-            if value != getattr(base, field.name):
+            name = field.name.replace("_", "-")
+            if value == getattr(base, field.name):
+                continue
+            if isinstance(value, bool):
+                found.append(f"--{name}" if value else f"--no-{name}")
+            else:
                 values = value if isinstance(value, tuple) else (value,)
-                found += [f"--{field.name.replace('_', '-')}", *map(str, values)]
+                found += [f"--{name}", *map(str, values)]
         return found
 
     def smoke(self) -> "Run":

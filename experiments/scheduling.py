@@ -13,6 +13,7 @@ import torch
 
 from cenet.analysis.diagnosis import FILE
 from cenet.run_folder import METRICS, WEIGHTS, read_metrics
+from cenet.train.nonfinite import DIVERGED
 from experiments.collecting import collect, parts_of
 from experiments.launching import Command
 from experiments.runs import Run
@@ -189,7 +190,9 @@ class Schedule:
         if code is None:
             return
         del self.under_way[run]
-        if code != 0:
+        if code == DIVERGED and run.is_trial:
+            self._write(run)  # a bad setting, which is good to know
+        elif code != 0:
             self.failed.append(run)
             last = self._log(run).read_text(errors="replace").strip().splitlines()[-1:]
             self.say(f"{run.name} failed: {''.join(last)} (see {self._log(run)})")

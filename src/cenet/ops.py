@@ -180,8 +180,7 @@ def _fake_norm_ce_backward(
 
 
 def _dense_like(x: Tensor, *args: Any) -> Tensor:
-    last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-    layout = torch.channels_last if last else torch.contiguous_format
+    layout = torch.channels_last if F.is_channels_last(x) else torch.contiguous_format
     return torch.empty_like(x, memory_format=layout)
 
 
@@ -302,12 +301,13 @@ _library.impl("folded_ce", _refuse_gradients, "Autograd")
 
 def before_activation(op: Any, args: Sequence[Any]) -> Tensor:
     """The argument of the activation inside a call of norm_ce or folded_ce; no average moves."""
-    found: Tensor
     if op is norm_ce:
-        found, _ = op(*NormCECall(*args).before_activation())
+        args = NormCECall(*args).before_activation()
     else:
         *rest, _, slope = args
-        found = op(*rest, "none", slope)
+        args = (*rest, "none", slope)
+    result = op(*args)
+    found: Tensor = result if isinstance(result, Tensor) else result[0]
     return found
 
 

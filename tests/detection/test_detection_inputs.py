@@ -182,7 +182,7 @@ def test_half_are_mirrored_and_all_sizes_come(sided):
 
 def test_mirroring_can_be_left_away(sided):
     assert parse(["shapes"]).recipe.flip
-    recipe = parse(["shapes", "--flip", "False"]).recipe
+    recipe = parse(["shapes", "--no-flip"]).recipe
     assert not recipe.flip
     assert not any(flip for _, flip in seen(sided, 0, flip=recipe.flip).values())
 

@@ -365,6 +365,22 @@ def test_a_command_has_the_arguments_log_and_exit_code_of_a_process_of_its_own(t
     assert lines[-1].startswith("'nothing' is not a recipe")
 
 
+def test_a_trial_that_diverges_is_the_worst_of_all(tmp_path):
+    """A run of the table that diverges is named; a trial says that its settings are no good."""
+    found = {}
+    schedule = Schedule(Settings(runs=tmp_path, results=tmp_path / "rows", device="cpu"), print)
+    # its weights are not finite any more after an update or two
+    hopeless = {"lr": 1e30, "warmup_epochs": 0.0}
+    for run in (*runs("digits_plain", holdout=0.1, **hopeless), *runs("digits_plain", **hopeless)):
+        (left,) = schedule.finish(lambda run=run: [run]) or [None]
+        assert left is None
+        found[run.is_trial] = run
+    assert schedule.failed == [found[False]]
+    (only,) = tables.read("trials", tmp_path / "rows")
+    assert (only["name"], only["epochs"], only["top1"]) == (found[True].name, "0", "0")
+    assert (only["train_loss"], only["test_loss"]) == ("inf", "inf")
+
+
 def test_measurements_finish_when_the_time_is_over_and_trainings_stop(tmp_path, monkeypatch):
     """Both take 60 s unless they are told to stop; the measurement writes its file after 1 s."""
     trained, measured = Run("digits_ce", 0), Run("digits_ce", 1)

@@ -35,6 +35,7 @@ from cenet.train import checkpoint
 from cenet.train.classifier import Trainer
 from cenet.train.command import exit_with_reason
 from cenet.train.job import Job, train
+from cenet.train.nonfinite import NonFiniteLoss
 from cenet.train.options import Options
 from cenet.train.weights import load_run
 
@@ -364,6 +365,16 @@ def test_what_a_full_disk_and_a_second_interrupt_say(tmp_path, capsys):
         exit_with_reason(twice, tmp_path)
     assert left.value.code == 130
     assert "--resume auto goes on from the newest checkpoint" in capsys.readouterr().out
+
+
+def test_a_loss_that_is_not_finite_has_an_exit_code_of_its_own(tmp_path, capsys):
+    def diverges():
+        raise NonFiniteLoss("epoch 2, update 8: parameter fc.weight is not finite")
+
+    with pytest.raises(SystemExit) as left:
+        exit_with_reason(diverges, tmp_path)
+    assert left.value.code == 65
+    assert capsys.readouterr().err == "epoch 2, update 8: parameter fc.weight is not finite\n"
 
 
 def test_the_end_of_another_process_is_one_line(tmp_path, monkeypatch):

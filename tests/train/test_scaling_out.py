@@ -53,7 +53,7 @@ def test_two_processes_stop_resume_and_become_one(tmp_path):
 @pytest.mark.gpu
 def test_one_process_of_torchrun_on_a_gpu(tmp_path):
     """NCCL starts and ends; more processes need more GPUs."""
-    arguments = ("train", "digits_ce", "--epochs", "2", "--device", "cuda", "--sync-ce", "True")
+    arguments = ("train", "digits_ce", "--epochs", "2", "--device", "cuda", "--sync-ce")
     alone, among = tmp_path / "alone", tmp_path / "among"
     subprocess.run([sys.executable, "-m", "cenet", *arguments, "--out", str(alone)], check=True)
     assert torchrun(*arguments, "--out", str(among), processes=1).wait(200) == 0
@@ -66,7 +66,7 @@ def test_one_process_of_torchrun_on_a_gpu(tmp_path):
 def test_cuda_graphs_hold_the_exchange_of_gradients(tmp_path):
     """One process, whose gradients go through NCCL; more processes need more GPUs."""
     arguments = ("train", "digits_ce", "--epochs", "3", "--device", "cuda")
-    arguments += ("--precision", "bfloat16", "--channels-last", "True", "--cuda-graphs", "True")
+    arguments += ("--precision", "bfloat16", "--channels-last", "--cuda-graphs")
     alone, among = tmp_path / "alone", tmp_path / "among"
     subprocess.run([sys.executable, "-m", "cenet", *arguments, "--out", str(alone)], check=True)
     assert torchrun(*arguments, "--out", str(among), processes=1).wait(200) == 0
@@ -101,7 +101,7 @@ def test_another_number_of_processes_goes_on_at_the_same_image(tmp_path):
 
 def test_synchronized_processes_train_as_one(tmp_path):
     """Two processes with half of the images each, against one with all."""
-    arguments = ("train", "digits_ce", "--epochs", "1", "--device", "cpu", "--sync-ce", "True")
+    arguments = ("train", "digits_ce", "--epochs", "1", "--device", "cpu", "--sync-ce")
     two = torchrun(*arguments, "--batch-size", "32", "--out", str(tmp_path / "two"))
     assert two.wait(120) == 0
     one = torchrun(*arguments, "--out", str(tmp_path / "one"), processes=1)

@@ -95,7 +95,7 @@ class Readers:
     def squared_norms(self) -> dict[str, Tensor]:
         """By layer, the squared norm of the weights by which each reader reads it, (readers, C).
 
-        Layers that are also read by something else than convolutions and linear layers (slices,
+        Layers that are also read by anything other than convolutions and linear layers (slices,
         products of two layers, attention) are left out, because their weights are not all known.
         """
         found: dict[str, list[Tensor]] = {}

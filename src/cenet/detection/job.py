@@ -4,8 +4,9 @@ import csv
 import io
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import tyro
 from torch import nn
 
 import cenet.distributed as distributed
@@ -35,8 +36,8 @@ class DetectionJob:
     """A recipe with the folders and the device of a run.
 
     Attributes:
-        recipe: the settings that change numbers.
-        options: the settings that do not.
+        recipe: settings that decide what the network learns; each changes numbers.
+        options: where and how the run is executed; none changes a number by more than rounding.
         data: folder in the layout of COCO: annotations/instances_train2017.json with train2017/,
             and the same for val2017; or instances.json with images/, to train and test on the same
             images. The recipe shapes needs none.
@@ -46,7 +47,9 @@ class DetectionJob:
     """
 
     recipe: DetectionRecipe
-    options: DetectionOptions = field(default_factory=lambda: DetectionOptions(Path("runs/run")))
+    options: Annotated[DetectionOptions, tyro.conf.arg(name="run")] = field(
+        default_factory=lambda: DetectionOptions(Path("runs/run"))
+    )
     data: Path | None = None
     checkpoint: Path | None = None
     device: Device = "auto"

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cenet.functional import Gate
+from cenet.functional import Gate, is_channels_last
 from cenet.kernels import mix, small_maps
 from cenet.kernels.averages import average_
 from cenet.kernels.call import ABSENT, BATCH, PARAMETERS, Mode, NormCECall, gradient_sizes
@@ -25,7 +25,7 @@ from cenet.kernels.folded_gate import SPLITS, folded_gate
 from cenet.kernels.gate import GateState, gate_forward
 from cenet.kernels.launch import empty, empty_like, replay
 from cenet.kernels.moments import Statistics, condense, measure
-from cenet.kernels.tiles import ROWS_OF_VALUES, ceil_div, is_channels_last, is_small_map
+from cenet.kernels.tiles import ROWS_OF_VALUES, ceil_div, is_small_map
 
 ALIGNMENT = 4  # elements: 16 bytes, the widest load of a kernel
 

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cenet.functional import is_channels_last
 from cenet.kernels.call import ACTIVATIONS
 from cenet.kernels.launch import empty, launch
 from cenet.kernels.pooling import ADD_TILE, add_pooled_kernel, pooled_walk
@@ -38,7 +39,6 @@ from cenet.kernels.tiles import (
     dot,
     first_row,
     in_two_parts,
-    is_channels_last,
     is_raw,
     load_map,
     load_matrix,

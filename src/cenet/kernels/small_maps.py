@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cenet.functional import is_channels_last
 from cenet.kernels.call import ACTIVATIONS
 from cenet.kernels.launch import empty, launch
 from cenet.kernels.mix import Map, StatisticsGradient, Sums
@@ -23,7 +24,6 @@ from cenet.kernels.tiles import (
     block_channels,
     ceil_div,
     dot,
-    is_channels_last,
     load_channel_values,
     load_matrix,
     matrix_offsets,

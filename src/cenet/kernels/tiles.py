@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cenet.functional import is_channels_last
 from cenet.kernels.call import ACTIVATIONS, BATCH, RUNNING
 from cenet.kernels.launch import INTERPRETED
 
@@ -168,11 +169,6 @@ def ceil_div(value: int, by: int) -> int:
 def power_of_2(value: int) -> int:
     """The next power of two, at least 16, as tl.dot needs."""
     return max(16, 1 << (value - 1).bit_length())
-
-
-def is_channels_last(x: Tensor) -> bool:
-    """Whether x is stored with its channels next to each other."""
-    return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
 
 
 def alignment(x: Tensor) -> int:

@@ -14,7 +14,7 @@ import cenet.signals as signals
 from cenet.distributed import is_first_process, rank
 from cenet.signals import Interrupted
 from cenet.train.job import Job, train
-from cenet.train.nonfinite import NonFiniteLoss
+from cenet.train.nonfinite import DIVERGED, NonFiniteLoss
 from cenet.train.options import Options
 from cenet.train.recipes import RECIPES, find_recipe
 from cenet.train.times import LIBRARIES, Clock, process_age
@@ -57,7 +57,7 @@ def parse_job(
         name, rest = example, ["--help"]
     try:
         job = default(name)
-        flat: Any = Annotated[type(job), tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff]
+        flat: Any = Annotated[type(job), tyro.conf.OmitArgPrefixes]
         found: J = tyro.cli(flat, default=job, args=rest, prog=f"{command} {name}")
     except ValueError as error:
         # all processes have the same arguments; one message is enough
@@ -92,7 +92,10 @@ def exit_with_reason(run: Callable[[], dict[str, Any]], out: Path) -> dict[str, 
     except KeyboardInterrupt:  # a second SIGINT does not wait for a checkpoint
         print(f"interrupted; --resume auto goes on from the newest checkpoint in {out}, if any")
         sys.exit(128 + signal.SIGINT)
-    except (ValueError, OSError, NonFiniteLoss) as error:
+    except NonFiniteLoss as error:
+        print(error if is_first_process() else f"process {rank()}: {error}", file=sys.stderr)
+        sys.exit(DIVERGED)
+    except (ValueError, OSError) as error:
         reason = str(error)
         if isinstance(error, OSError) and error.errno in FULL:
             reason += "; make room, and the same command with --resume auto goes on"

@@ -6,9 +6,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
+import tyro
 
 import cenet.distributed as distributed
 import cenet.train.checkpoint as checkpoint
@@ -32,8 +33,8 @@ class Job:
     """A recipe with the folders and the device of a run.
 
     Attributes:
-        recipe: the settings that change numbers.
-        options: the settings that do not.
+        recipe: settings that decide what the network learns; each changes numbers.
+        options: where and how the run is executed; none changes a number by more than rounding.
         data: folder of the images: train/CLASS/* and test/CLASS/* (or val), train-*.tar and
             test-*.tar of WebDataset, train-*.parquet and test-*.parquet of the Hugging Face hub,
             or CIFAR-10 as torchvision stores it. The digits are built in.
@@ -44,7 +45,9 @@ class Job:
     """
 
     recipe: Recipe
-    options: Options = field(default_factory=lambda: Options(Path("runs/run")))
+    options: Annotated[Options, tyro.conf.arg(name="run")] = field(
+        default_factory=lambda: Options(Path("runs/run"))
+    )
     data: Path | None = None
     weights: Path | None = None
     device: Device = "auto"

@@ -4,6 +4,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+# exit status of a run whose loss is not finite; EX_DATAERR
+DIVERGED = 65
+
 
 class NonFiniteLoss(ArithmeticError):
     """The loss is not finite; the message names the first layer with such an output."""

@@ -37,7 +37,7 @@ class TrainingRecipe:
         momentum: momentum of SGD.
         weight_decay: applied to every parameter except λ and α. Norms are included, because decayed
             γ are what inhibits channels.
-        decay_norms: False excludes norms and biases from weight decay.
+        decay_norms: apply weight decay to norms and biases too.
         schedule: step, cosine or poly.
         milestones: epochs after which the step schedule multiplies by `gamma`.
         gamma: factor of the step schedule.
