@@ -432,7 +432,9 @@ def test_bad_input_gets_one_line_and_a_non_zero_exit(folder, tmp_path, monkeypat
 
 def held():
     """Bytes of all tensors alive in this process."""
-    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    gc.collect()  # of what ran before
+    kinds = (torch.Tensor, nn.Parameter)  # others are a compiler's, without bytes
+    tensors = [thing for thing in gc.get_objects() if type(thing) in kinds]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
@@ -454,7 +456,7 @@ def test_memory_does_not_grow_with_the_number_of_images(count):
     before = peak()
     found = cenet.diagnose(model, stream(count, sizes), ablation_images=1)
     assert found.data.images == count
-    assert sizes[-1] == sizes[-2]
+    assert sizes[-1] <= sizes[-2]
     # the images alone would be 123 MB for 10,000
     assert peak() - before < 40
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from _distributed import run
 from _training import TINY, assert_same_run, call, few_digits, stop_at, trainer
 from cenet.data.datasets import digits
 from cenet.signals import Interrupted
@@ -173,6 +174,10 @@ def kill_while_saving(body, in_flight, delay):
 
 
 def test_a_hundred_kills_while_a_checkpoint_is_written_beside(tmp_path):
+    run(kill_a_hundred_times, 1, tmp_path)  # from a small process, which is soon forked
+
+
+def kill_a_hundred_times(rank, folder):
     """All tensors of a step have its number: a copy that was not of one moment would be seen."""
     names = [f"weight.{i}" for i in range(40)]
     real = checkpoint.save_file
@@ -183,7 +188,7 @@ def test_a_hundred_kills_while_a_checkpoint_is_written_beside(tmp_path):
 
     def save_again_and_again():
         checkpoint.save_file = slow
-        begin = checkpoint.newest(tmp_path)
+        begin = checkpoint.newest(folder)
         step = begin[2]["step"] if begin else 0
         tensors = {name: torch.full((5000,), float(step)) for name in names}
         staging = Staging()
@@ -193,11 +198,11 @@ def test_a_hundred_kills_while_a_checkpoint_is_written_beside(tmp_path):
                 for value in tensors.values():
                     value.add_(1)
                 background.wait()
-                take, path = staging.take(tensors), checkpoint.checkpoint_path(tmp_path, step)
+                take, path = staging.take(tensors), checkpoint.checkpoint_path(folder, step)
                 background.start(
                     lambda take=take, path=path, step=step: (
                         checkpoint.write(path, take(), {"step": step}),
-                        checkpoint.forget_old(tmp_path),
+                        checkpoint.forget_old(folder),
                     )
                 )
 
@@ -205,14 +210,12 @@ def test_a_hundred_kills_while_a_checkpoint_is_written_beside(tmp_path):
     hits, chance = 0, random.Random(0)
     for _ in range(100):
         delay = chance.uniform(0, 0.015)
-        found, ended = kill_while_saving(
-            save_again_and_again, lambda: half_written(tmp_path), delay
-        )
+        found, ended = kill_while_saving(save_again_and_again, lambda: half_written(folder), delay)
         assert not ended
         hits += found
-        for left in tmp_path.glob(".step-*"):
+        for left in folder.glob(".step-*"):
             shutil.rmtree(left)
-        newest = checkpoint.newest(tmp_path)
+        newest = checkpoint.newest(folder)
         if newest is None:
             continue
         _, tensors, facts, problems = newest
