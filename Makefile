@@ -15,7 +15,7 @@ $(READY): pyproject.toml
 demo: $(READY)  ## train without and with CE on digits, compare, write a page (CPU, about three minutes)
 	$(BIN)/cenet demo
 
-test: $(READY)  ## the tests CI runs, eleven minutes on two cores
+test: $(READY)  ## the tests CI runs, five minutes on two cores
 	$(BIN)/pytest -n auto --dist worksteal --durations 25 -m "not slow and not gpu"
 
 test-all: $(READY)  ## with the long tier

@@ -32,7 +32,8 @@ def pytest_collection_modifyitems(config, items):
     patterns = [re.compile(row["tests"]) for row in long_tier()]
     names = {}
     for item in items:
-        name = item.nodeid.removeprefix("tests/")
+        file, _, rest = item.nodeid.partition("::")
+        name = f"{Path(file).name}::{rest}"  # no two files have one name
         if any(pattern.match(name) for pattern in patterns):
             item.add_marker(pytest.mark.slow)
         names[name] = item.get_closest_marker("slow") is not None

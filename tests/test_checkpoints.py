@@ -14,7 +14,7 @@ from cenet.checkpoints import RELEASED_KEYS, is_state
 from cenet.export import load_weights_
 
 # produced by running the released layer in float64: 48 channels, groups of 16, five training steps
-RECORDED = load_file(Path(__file__).parent / "data" / "released_ce_c48_g16.safetensors")
+RECORDED = load_file(Path(__file__).parent / "fixtures" / "released_ce_c48_g16.safetensors")
 
 
 def state():

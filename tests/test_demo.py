@@ -2,26 +2,61 @@
 
 import copy
 import json
+import pickle
+from concurrent.futures import Future
+from functools import partial
 
 import pytest
 import torch
 
+import cenet.demo
 from cenet.demo import MEASURES, PAPER, RESCALED, headline, rescale_, run_demo
-from cenet.diagnosing.command import diagnose_loaded
+from cenet.diagnosing.command import diagnose_loaded, diagnose_named
 from cenet.diagnosing.network import find_network
 
 pytest.importorskip("sklearn")
 
 
+class InThisProcess:
+    """Instead of a pool of processes: what goes to one is packed all the same."""
+
+    def __init__(self, *_, **__):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def submit(self, function, job):
+        done = Future()
+        done.set_result(function(pickle.loads(pickle.dumps(job))))
+        return done
+
+
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """One seed, one epoch: the runs, and their folder."""
+    """One seed, one epoch, few images without some of their channels: the runs, their folder."""
     folder = tmp_path_factory.mktemp("demo")
-    return run_demo(folder, epochs=1, seeds=1), folder
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(cenet.demo, "ProcessPoolExecutor", InThisProcess)
+        for function in (diagnose_named, diagnose_loaded):
+            few = partial(function, ablation_images=16)
+            patched.setattr(cenet.demo, function.__name__, few)
+        return run_demo(folder, epochs=1, seeds=1), folder
+
+
+@pytest.mark.slow
+def test_processes_and_all_images(tmp_path, capsys):
+    check(run_demo(tmp_path, epochs=1, seeds=1), tmp_path, capsys)
 
 
 def test_the_comparison_and_the_page(demo, capsys):
-    found, folder = demo
+    check(*demo, capsys)
+
+
+def check(found, folder, capsys):
     assert set(found) == {"BN", "BN+CE", RESCALED}
     # finished runs are read: their seconds are the same
     before = (folder / "BN-seed0" / "metrics.jsonl").read_text()
@@ -43,7 +78,7 @@ def test_the_headline_does_not_move_with_the_scale_of_a_network(demo, tmp_path):
     found, folder = demo
     loaded = find_network(str(folder / "BN-seed0"))
     rescale_(loaded.network, 10.0)
-    scaled, _ = diagnose_loaded(loaded, None, tmp_path, device="cpu")
+    scaled, _ = diagnose_loaded(loaded, None, tmp_path, device="cpu", ablation_images=16)
     (run,) = found["BN"]
     again = run._replace(diagnosis=scaled)
     assert headline({**found, "BN": [again]}) == headline(found)

@@ -122,7 +122,7 @@ def test_the_core_works_with_torch_alone(torch_alone):
     assert result.stdout == "core works\n", result.stderr
 
 
-def test_a_module_imports_or_names_its_extra(torch_alone):
+def test_a_module_imports_or_names_its_extra_and_so_does_a_command(torch_alone):
     names = [
         ".".join(("cenet", *path.relative_to(SOURCE).with_suffix("").parts))
         for path in sorted(SOURCE.rglob("*.py"))
@@ -136,10 +136,19 @@ for name in {[name.removesuffix(".__init__") for name in names]}:
     except ImportError as error:
         found[name.removeprefix("cenet.")] = str(error)
 print(json.dumps(found))
+from cenet.__main__ import main
+said = dict()
+for command in {["", "--help", *EXTRAS]}:
+    sys.argv = ["cenet", *([command] if command else [])]
+    try:
+        main()
+    except SystemExit as error:
+        said[command] = error.code
+print(json.dumps(said))
 """
     result = torch_alone(code)
     assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout.splitlines()[-1])
+    found, said = map(json.loads, result.stdout.splitlines()[-2:])
     optional = [
         name.removeprefix("cenet.").removesuffix(".__init__")
         for name in names
@@ -148,26 +157,8 @@ print(json.dumps(found))
     assert sorted(found) == sorted(optional)
     for name, message in found.items():
         assert LINE.fullmatch(message), f"{name}: {message}"
-
-
-def test_a_command_names_its_extra(torch_alone):
-    code = f"""
-import json, sys
-from cenet.__main__ import main
-found = dict()
-for command in {["", "--help", *EXTRAS]}:
-    sys.argv = ["cenet", *([command] if command else [])]
-    try:
-        main()
-    except SystemExit as error:
-        found[command] = error.code
-print(json.dumps(found))
-"""
-    result = torch_alone(code)
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout.splitlines()[-1])
-    assert set(found) == {"", "--help", *EXTRAS}
-    for command, message in found.items():
+    assert set(said) == {"", "--help", *EXTRAS}
+    for command, message in said.items():
         assert LINE.fullmatch(message), f"{command}: {message}"
         extras = EXTRAS.get(command, ("cli",))
         assert message.endswith(f"pip install 'cenet[{','.join(extras)}]'")

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import COLLECTED, long_tier
 
 import cenet
-from conftest import COLLECTED, long_tier
 
 HERE = Path(__file__).parent
 ROOT = Path(__file__).parent.parent
@@ -190,28 +190,21 @@ def test_public_names():
     assert not missing, "README does not mention them"
 
 
-def test_import_is_light():
+def test_import_is_light_and_takes_less_than_a_second_beyond_torch():
     heavy = ["timm", "triton", "matplotlib", "torchvision", "sklearn", "tyro", "rich"]
     code = (
-        "import sys, torch; before = set(sys.modules); import cenet; "
-        f"print([m for m in {heavy} if m in set(sys.modules) - before])"
+        "import sys, time, torch; before = set(sys.modules); start = time.perf_counter(); "
+        "import cenet; print(time.perf_counter() - start); "
+        f"print(*(m for m in {heavy} if m in set(sys.modules) - before))"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert result.stdout.strip() == "[]"
-
-
-def test_import_takes_less_than_a_second_beyond_torch():
-    code = (
-        "import time, torch; start = time.perf_counter(); "
-        "import cenet; print(time.perf_counter() - start)"
-    )
-    times = [
-        float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
-        for _ in range(3)
-    ]
-    assert min(times) < 1
+    for _ in range(3):  # once, but for other work of this machine
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        seconds, modules = done.stdout.split("\n", 1)
+        assert not modules.strip()
+        if float(seconds) < 1:
+            break
+    assert float(seconds) < 1
 
 
 def test_version_is_the_same_everywhere():
@@ -238,7 +231,7 @@ def test_links_in_the_documentation_lead_somewhere(path):
 def test_paper_page_names_only_tests_that_exist():
     page = (ROOT / "docs" / "paper.md").read_text()
     files = ("test_paper", "test_theory", "test_theory_proxy")
-    tests = "".join((ROOT / "tests" / f"{name}.py").read_text() for name in files)
+    tests = "".join(path.read_text() for path in HERE.rglob("test_*.py") if path.stem in files)
     named = set(re.findall(r"\btest_\w+", page)) - {*files}
     assert named
     assert not {name for name in named if f"def {name}(" not in tests}
@@ -264,7 +257,7 @@ def test_diagrams_of_the_paper_page_are_those_the_script_draws(tmp_path):
 
 def test_what_the_long_tier_shows_has_a_fast_witness(pytestconfig):
     names = pytestconfig.stash[COLLECTED]
-    if {name.split("::")[0] for name in names} < {path.name for path in HERE.glob("test_*.py")}:
+    if {name.split("::")[0] for name in names} < {path.name for path in HERE.rglob("test_*.py")}:
         pytest.skip("not all tests were collected")
     for row in long_tier():
         assert any(re.match(row["tests"], name) for name in names), f"{row['tests']} is no test"

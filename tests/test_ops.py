@@ -118,7 +118,7 @@ def test_compiled_blocks_are_one_graph_and_two_over_batch_sizes(name, device):
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, fullgraph=True, backend=counter)
     with kernels_on(device):
-        for seed, n in enumerate((3, 2, 5, 4)):
+        for seed, n in enumerate((3, 2, 5)):
             x = images(n, seed=seed, device=device)
             assert_same(gradients(module, x, run=compiled), gradients(eager, x), 1e-6)
     assert counter.frame_count <= 2

@@ -10,7 +10,7 @@ from torch import nn
 
 import cenet
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_readme_quotes_the_difference():

@@ -78,7 +78,7 @@ def test_recorder(training, device):
 
 @each_device
 def test_ablation(device):
-    x, off = images(8).to(device), torch.tensor([0, 3, 7, 11])
+    x, off = images(2).to(device), torch.tensor([0, 3, 7, 11])
 
     def outputs(model):
         model.eval()

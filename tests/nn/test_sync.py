@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 import _reference_list
 import _sync
 from _checks import RTOL, assert_close, relative_error
-from _distributed import joined, once, run
+from _distributed import SERVER, joined, once, run
 from _reference import Block, Parameters
 from _sync import LAYERS, MUTATIONS, SPLITS, images, layer
 from cenet import (
@@ -343,8 +342,7 @@ def die_or_wait(rank: int, folder: str) -> None:
 
 def test_a_killed_rank_ends_the_others_with_an_error():
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.get_context("spawn")
-        processes = [context.Process(target=die_or_wait, args=(r, folder)) for r in range(2)]
+        processes = [SERVER.Process(target=die_or_wait, args=(r, folder)) for r in range(2)]
         for process in processes:
             process.start()
         for process in processes:
@@ -441,7 +439,7 @@ def test_the_table_of_the_documentation_is_computed():
 
     import cenet.models  # noqa: F401
 
-    page = Path(__file__).parent.parent / "docs" / "scaling.md"
+    page = Path(__file__).parents[2] / "docs" / "scaling.md"
     rows = [
         row.split("|")[1:-1] for row in page.read_text().splitlines() if row.startswith("| `ce")
     ]

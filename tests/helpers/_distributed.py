@@ -5,6 +5,8 @@ import contextlib
 import fcntl
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -18,12 +20,17 @@ import torch.multiprocessing as mp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 TIMEOUT = timedelta(seconds=60)
+# ranks are copies of a process that has imported what takes seconds, and computed nothing
+SERVER = mp.get_context("forkserver")
+SERVER.set_forkserver_preload(["torch.distributed", "torchvision", "timm", "cenet.models"])
 
 
 def run(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 120) -> list[Any]:
     """`function(rank, *args)` on every rank; what each returned."""
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.spawn(_work, (function, ranks, folder, args), nprocs=ranks, join=False)
+        context = mp.start_processes(
+            _work, (function, ranks, folder, args), ranks, join=False, start_method="forkserver"
+        )
         deadline = time.monotonic() + timeout
         while not context.join(1):  # true when the last rank has ended
             if time.monotonic() > deadline:
@@ -32,6 +39,14 @@ def run(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 1
                 raise TimeoutError(f"the ranks did not end within {timeout} s")
         results = [Path(folder, f"{rank}.pt") for rank in range(ranks)]
         return [torch.load(result, weights_only=False) for result in results]
+
+
+def torchrun(*arguments: str, processes: int = 2) -> subprocess.Popen[bytes]:
+    """A command of cenet in several processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+    command += ["--master-port", str(20000 + os.getpid() % 20000), "-m", "cenet"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([*command, *arguments], env=environment)
 
 
 def once(name: str, function: Callable[[], Any]) -> Any:

@@ -1,36 +1,31 @@
 """What a run says while it goes on, on a terminal and in a log."""
 
 import os
-import subprocess
 import sys
 import time
 
 import cenet.train.progress as progress
 from cenet.train.progress import TrainingProgress
 
-SCRIPT = """
-from cenet.train.progress import TrainingProgress
-with TrainingProgress(shown=True, epochs=2, steps=3) as told:
-    told.step(0, 1, "loss 0.5000")
-    told.note("testing")
-    told.say("epoch 1 of 2: loss 0.4000, [box] AP 0.123")
-    told.step(1, 3, "loss 0.2500")
-"""
 
-
-def test_a_terminal_has_a_bar_and_lines_above_it():
+def test_a_terminal_has_a_bar_and_lines_above_it(monkeypatch, capsys):
     own, theirs = os.openpty()
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], stderr=theirs, stdout=subprocess.PIPE, check=True,
-        env={**os.environ, "COLUMNS": "80", "TERM": "xterm"},
-    )  # fmt: skip
-    os.close(theirs)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    with open(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        with TrainingProgress(shown=True, epochs=2, steps=3) as told:
+            told.step(0, 1, "loss 0.5000")
+            told.note("testing")
+            told.say("epoch 1 of 2: loss 0.4000, [box] AP 0.123")
+            told.step(1, 3, "loss 0.2500")
+        monkeypatch.undo()
     shown = os.read(own, 65536).decode()
     os.close(own)
     assert "epoch 1 of 2: loss 0.4000, [box] AP 0.123" in shown
     assert "loss 0.2500" in shown
     assert "nan" not in shown
-    assert done.stdout == b""
+    assert capsys.readouterr().out == ""
 
 
 def test_a_log_is_never_silent_for_long(monkeypatch, capsys):

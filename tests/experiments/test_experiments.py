@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from experiments import building, costs, drawing, tables, uncertainty
+from experiments.__main__ import main as driver
 from experiments.__main__ import parse as parse_driver
 from experiments.catalogue import GRID, RESULTS
 from experiments.collecting import collect, parts_of
@@ -38,7 +39,7 @@ from cenet.train.job import Job, train
 from cenet.train.options import Options
 from cenet.train.weights import load_run
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 EVERY = list(dict.fromkeys(run for result in RESULTS.values() for run in result.needs))
 
 
@@ -513,7 +514,7 @@ def test_a_run_leaves_rows_with_the_columns_of_the_committed_ones(tmp_path):
     assert parts_of(Run("resnet50_se")) == {"cams"}
     assert parts_of(Run("vgg16_ce", watched=True)) == parts_of(Run("vgg16_bd")) == frozenset()
     train(Job(run.made, Options(tmp_path)))
-    found, _ = diagnose_named(str(tmp_path), None, tmp_path, ablation_images="all")
+    found, _ = diagnose_named(str(tmp_path), None, tmp_path, limit=48, ablation_images="all")
     rows = collect(run, tmp_path, "command")
     for table in ("runs", "layers", "ablation"):
         assert list(rows[table][0]) == list(tables.read(table)[0]), table
@@ -635,10 +636,11 @@ def test_wrong_arguments(arguments, message, monkeypatch, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_the_dry_run_lists_every_run(tmp_path):
-    done = start("list", "--every-run", "--results", tmp_path, "--runs", tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("missing") == len(EVERY)
+def test_the_dry_run_lists_every_run(tmp_path, monkeypatch, capsys):
+    folders = ("--results", str(tmp_path), "--runs", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["experiments", "list", "--every-run", *folders])
+    driver()
+    assert capsys.readouterr().out.count("missing") == len(EVERY)
 
 
 SMALL = ("table_branches", "--smoke", "--device", "cpu", "--ablation-images", "20")

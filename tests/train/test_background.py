@@ -8,8 +8,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -17,7 +15,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from _training import TINY, assert_same_run, few_digits, stop_at, trainer
+from _distributed import run
+from _training import TINY, assert_same_run, call, few_digits, stop_at, trainer
 from cenet.data.datasets import digits
 from cenet.signals import Interrupted
 from cenet.train import RECIPES, checkpoint
@@ -175,6 +174,10 @@ def kill_while_saving(body, in_flight, delay):
 
 
 def test_a_hundred_kills_while_a_checkpoint_is_written_beside(tmp_path):
+    run(kill_a_hundred_times, 1, tmp_path)  # from a small process, which is soon forked
+
+
+def kill_a_hundred_times(rank, folder):
     """All tensors of a step have its number: a copy that was not of one moment would be seen."""
     names = [f"weight.{i}" for i in range(40)]
     real = checkpoint.save_file
@@ -185,7 +188,7 @@ def test_a_hundred_kills_while_a_checkpoint_is_written_beside(tmp_path):
 
     def save_again_and_again():
         checkpoint.save_file = slow
-        begin = checkpoint.newest(tmp_path)
+        begin = checkpoint.newest(folder)
         step = begin[2]["step"] if begin else 0
         tensors = {name: torch.full((5000,), float(step)) for name in names}
         staging = Staging()
@@ -195,11 +198,11 @@ def test_a_hundred_kills_while_a_checkpoint_is_written_beside(tmp_path):
                 for value in tensors.values():
                     value.add_(1)
                 background.wait()
-                take, path = staging.take(tensors), checkpoint.checkpoint_path(tmp_path, step)
+                take, path = staging.take(tensors), checkpoint.checkpoint_path(folder, step)
                 background.start(
                     lambda take=take, path=path, step=step: (
                         checkpoint.write(path, take(), {"step": step}),
-                        checkpoint.forget_old(tmp_path),
+                        checkpoint.forget_old(folder),
                     )
                 )
 
@@ -207,14 +210,12 @@ def test_a_hundred_kills_while_a_checkpoint_is_written_beside(tmp_path):
     hits, chance = 0, random.Random(0)
     for _ in range(100):
         delay = chance.uniform(0, 0.015)
-        found, ended = kill_while_saving(
-            save_again_and_again, lambda: half_written(tmp_path), delay
-        )
+        found, ended = kill_while_saving(save_again_and_again, lambda: half_written(folder), delay)
         assert not ended
         hits += found
-        for left in tmp_path.glob(".step-*"):
+        for left in folder.glob(".step-*"):
             shutil.rmtree(left)
-        newest = checkpoint.newest(tmp_path)
+        newest = checkpoint.newest(folder)
         if newest is None:
             continue
         _, tensors, facts, problems = newest
@@ -300,7 +301,9 @@ def test_an_error_while_saving_beside_ends_the_run_soon(tmp_path, monkeypatch):
     assert [int(path.stem[5:]) for path in checkpoint.checkpoints(tmp_path)] == [2]
 
 
-def test_a_disk_that_fills_while_saving_is_one_line_and_nothing_whole_is_lost(tmp_path):
+def test_a_disk_that_fills_while_saving_is_one_line_and_nothing_whole_is_lost(
+    tmp_path, monkeypatch
+):
     """A limit on the size of files stands for the disk: it is met in the middle of a checkpoint."""
     recipe = replace(RECIPES["digits_ce"], epochs=3, batch_size=256)
     first = trainer(recipe, tmp_path, digits())
@@ -311,13 +314,14 @@ def test_a_disk_that_fills_while_saving_is_one_line_and_nothing_whole_is_lost(tm
     before = whole.read_bytes()
     arguments = ["train", "digits_ce", "--out", str(tmp_path), "--device", "cpu"]
     arguments += ["--epochs", "3", "--batch-size", "256", "--resume", "auto"]
-    limit = len(before) // 2
-    found = subprocess.run(
-        [sys.executable, "-m", "cenet", *arguments], capture_output=True, text=True, timeout=120,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-    )  # fmt: skip
-    assert found.returncode == 1
-    assert re.fullmatch(r".*File too large: '.*step-000000005.safetensors'\n", found.stderr)
+    free = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, free[1]))
+    try:
+        with pytest.raises(SystemExit) as left:
+            call(monkeypatch, *arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, free)
+    assert re.fullmatch(r".*File too large: '.*step-000000005.safetensors'", left.value.code)
     assert checkpoint.checkpoints(tmp_path) == [whole]
     assert whole.read_bytes() == before
     assert not list(tmp_path.glob(".*step*"))

@@ -24,11 +24,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from _checks import version_1
+from _distributed import SERVER
 from _training import ALONE, TINY, VARIATIONS, assert_same_run, call, few_digits, stop_at, trainer
 from cenet.checkpoints import digest, read_state
 from cenet.data.sources import Folder
 from cenet.distributed import Processes
-from cenet.run_folder import WEIGHTS
+from cenet.run_folder import WEIGHTS, locked
 from cenet.signals import Interrupted
 from cenet.train import checkpoint
 from cenet.train.classifier import Trainer
@@ -135,17 +136,21 @@ def test_other_images_are_another_run(few_files, tmp_path):
             again(few_files._replace(train=few_files.train._replace(source=Folder(paths))))
 
 
+def hold(folder, told):
+    with locked(folder):
+        told.send("mine")
+        signal.pause()
+
+
 def test_only_one_run_writes_to_a_folder(tmp_path):
-    code = (
-        "import sys; from pathlib import Path; from cenet.run_folder import locked\n"
-        "with locked(Path(sys.argv[1])): print('mine', flush=True); input()"
-    )
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], **pipes) as other:
-        assert other.stdout.readline() == "mine\n"
-        with pytest.raises(ValueError, match="another process is writing to"):
-            train(Job(TINY, Options(tmp_path), device="cpu"))
-        other.kill()
+    here, there = SERVER.Pipe()
+    other = SERVER.Process(target=hold, args=(tmp_path, there))
+    other.start()
+    assert here.recv() == "mine"
+    with pytest.raises(ValueError, match="another process is writing to"):
+        train(Job(TINY, Options(tmp_path), device="cpu"))
+    other.kill()
+    other.join()
     assert train(Job(replace(TINY, epochs=1, batch_size=256), Options(tmp_path), device="cpu"))
 
 

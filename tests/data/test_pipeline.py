@@ -248,7 +248,6 @@ def test_an_interrupted_run(files, stand_in, tmp_path):
 ENDLESS = """
 import sys, time
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
 import test_pipeline as tests
 tests.loaders.choose = lambda asked, device, workers: asked
 tests.loaders.resizes = lambda device: True
@@ -256,7 +255,7 @@ def slowly(contents, device):
     time.sleep(0.05)
     return tests.decode_here(contents)
 tests.loaders.decode_jpegs = slowly
-files = tests.write_files(Path(sys.argv[2]), tests.photographs(24))
+files = tests.write_files(Path(sys.argv[1]), tests.photographs(24))
 found = tests.loader(files, epochs=10_000)
 batches = found.epoch(0)
 next(batches)
@@ -277,10 +276,10 @@ next(batches)
 )  # fmt: skip
 def test_threads_end_with_python(tmp_path, then, code, said):
     """However it ends, quickly, and without a word from threads."""
-    here = os.path.dirname(__file__)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(
-        [sys.executable, "-c", ENDLESS + then, here, str(tmp_path)], stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-c", ENDLESS + then, str(tmp_path)], stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE, text=True, env=environment,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     ) as process:  # fmt: skip
         if "ready" in then:

@@ -16,6 +16,7 @@ from PIL import Image
 
 import cenet.detection.data as data_module
 from _detection import TINY, batch, few_shapes, small_detector
+from _distributed import torchrun
 from _training import assert_same_run, call, metrics, stop_at
 from cenet.detection.data import SceneSplit, scenes
 from cenet.detection.job import evaluate_run
@@ -27,7 +28,6 @@ from cenet.signals import Interrupted
 from cenet.train import checkpoint
 from cenet.train.nonfinite import NonFiniteLoss
 from cenet.train.run_log import read_run
-from test_scaling_out import torchrun
 
 ALONE = Processes(0, 1, torch.device("cpu"))
 

@@ -4,8 +4,7 @@ import gc
 import os
 import resource
 import shutil
-import subprocess
-import sys
+import signal
 from copy import deepcopy
 from dataclasses import replace
 from importlib import import_module
@@ -18,6 +17,7 @@ from torchvision.models import get_weight
 
 import cenet
 from _planted import Planted, Tangled, images
+from _training import call
 from cenet.analysis.diagnosis import Diagnosis
 from cenet.diagnosing.command import run
 from cenet.diagnosing.images import ImageStream, find_images
@@ -151,20 +151,23 @@ def test_a_wrong_layer_is_found_with_the_first_images():
         cenet.diagnose(Tangled(), stream(), layer="relu7")
 
 
-def test_ctrl_c_ends_in_one_word(folder, tmp_path):
-    command = (
-        "import signal, cenet.diagnosing.command, cenet.cli\n"
-        # a shell starts what runs in the background deaf to it
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "cenet.diagnosing.command.find_images = lambda *_: signal.raise_signal(signal.SIGINT)\n"
-        "cenet.cli.main()"
+def test_ctrl_c_ends_in_one_word(folder, tmp_path, monkeypatch, capsys):
+    # a shell starts what runs in the background deaf to it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(
+        "cenet.diagnosing.command.find_images", lambda *_: signal.raise_signal(signal.SIGINT)
     )
-    arguments = ["diagnose", "resnet18", "--data", folder, "--out", tmp_path / "out"]
-    result = subprocess.run(
-        [sys.executable, "-c", command, *arguments], capture_output=True, text=True
-    )
-    assert (result.returncode, result.stderr) == (130, "interrupted\n")
+    try:
+        with pytest.raises(SystemExit) as left:
+            call(monkeypatch, *command(folder, tmp_path / "out"))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (left.value.code, capsys.readouterr().err) == (130, "interrupted\n")
     assert not (tmp_path / "out").exists()
+
+
+def command(data, out):
+    return "diagnose", "resnet18", "--data", str(data), "--out", str(out)
 
 
 def test_pictures_where_gradcam_is_installed(folder, tmp_path):
@@ -401,7 +404,7 @@ def test_unknown_networks(name, folder, tmp_path):
         run(name, folder, tmp_path)
 
 
-def test_bad_input_gets_one_line_and_a_non_zero_exit(folder, tmp_path):
+def test_bad_input_gets_one_line_and_a_non_zero_exit(folder, tmp_path, monkeypatch):
     unreadable = tmp_path / "bad" / "a"
     unreadable.mkdir(parents=True)
     for i in range(3):
@@ -410,12 +413,9 @@ def test_bad_input_gets_one_line_and_a_non_zero_exit(folder, tmp_path):
     torch.save({"conv1.weight": torch.zeros(2, 2)}, foreign)
     damaged = tmp_path / "damaged.safetensors"
     damaged.write_bytes(b"\x10\x00" * 40)
-    command = [sys.executable, "-m", "cenet", "diagnose", "resnet18", "--out", tmp_path / "o"]
-    result = subprocess.run([*command, "--data", unreadable.parent], capture_output=True, text=True)
-    assert result.returncode != 0
-    assert "none of 3 image files can be read; the first:" in result.stderr
-    assert "Traceback" not in result.stderr
-    # each start takes seconds: the others go through the function that the command calls
+    # a text that the process ends with is printed, and its exit code is 1
+    with pytest.raises(SystemExit, match="none of 3 image files can be read; the first:"):
+        call(monkeypatch, *command(unreadable.parent, tmp_path / "o"))
     for options, message in [
         ({"data": tmp_path / "nowhere"}, "nowhere is not a folder"),
         ({"data": None}, "say which images to show to resnet18 with --data"),
@@ -432,7 +432,9 @@ def test_bad_input_gets_one_line_and_a_non_zero_exit(folder, tmp_path):
 
 def held():
     """Bytes of all tensors alive in this process."""
-    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    gc.collect()  # of what ran before
+    kinds = (torch.Tensor, nn.Parameter)  # others are a compiler's, without bytes
+    tensors = [thing for thing in gc.get_objects() if type(thing) in kinds]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
@@ -441,7 +443,7 @@ def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-@pytest.mark.parametrize("count", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_memory_does_not_grow_with_the_number_of_images(count):
     def stream(number, sizes):
         for seed in range(number // 50):
@@ -454,7 +456,7 @@ def test_memory_does_not_grow_with_the_number_of_images(count):
     before = peak()
     found = cenet.diagnose(model, stream(count, sizes), ablation_images=1)
     assert found.data.images == count
-    assert sizes[-1] == sizes[-2]
+    assert sizes[-1] <= sizes[-2]
     # the images alone would be 123 MB for 10,000
     assert peak() - before < 40
 

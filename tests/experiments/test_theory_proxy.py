@@ -41,7 +41,7 @@ from _games import (
 )
 from cenet import functional as F
 
-PAGE = Path(__file__).parent.parent / "docs" / "theory.md"
+PAGE = Path(__file__).parents[2] / "docs" / "theory.md"
 
 
 class TestClosedForm:

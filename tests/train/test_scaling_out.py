@@ -1,6 +1,5 @@
 """Training in several processes, through torchrun, and what FSDP2 does with a CE network."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from _distributed import run
+from _distributed import run, torchrun
 from _training import assert_same_run, metrics
 from cenet.models import create_model
 from cenet.nn import ce_layers
@@ -23,13 +22,6 @@ from cenet.train.job import evaluate_run
 
 pytestmark = pytest.mark.slow
 SMALL = ("--epochs", "2", "--batch-size", "64", "--device", "cpu", "--checkpoint-every", "2")
-
-
-def torchrun(*arguments, processes=2):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-    command += ["--master-port", str(20000 + os.getpid() % 20000), "-m", "cenet"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([*command, *arguments], env=environment)
 
 
 def test_two_processes_stop_resume_and_become_one(tmp_path):
