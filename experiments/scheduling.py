@@ -116,6 +116,13 @@ def state(run: Run, settings: Settings, known: set[str]) -> str:
     return "missing"
 
 
+def last_words(log: Path) -> str:
+    """The last line of a log that says something, without the frame that tyro draws around it."""
+    lines = [line.strip("╭─╮│╰╯ ") for line in log.read_text(errors="replace").splitlines()]
+    said = [line for line in lines if line and not line.startswith("For full helptext")]
+    return said[-1] if said else "it said nothing"
+
+
 class Schedule:
     """Runs that are under way."""
 
@@ -194,8 +201,7 @@ class Schedule:
             self._write(run)  # a bad setting, which is good to know
         elif code != 0:
             self.failed.append(run)
-            last = self._log(run).read_text(errors="replace").strip().splitlines()[-1:]
-            self.say(f"{run.name} failed: {''.join(last)} (see {self._log(run)})")
+            self.say(f"{run.name} failed: {last_words(self._log(run))} (see {self._log(run)})")
         elif kind == "train":
             self._diagnose(run)
         else:

@@ -700,5 +700,5 @@ def test_two_processes_train_and_write_once(tmp_path):
 def test_a_run_that_fails_is_named(tmp_path):
     done = trained(tmp_path, *SMALL, "--task", "0/4", "--options", "--lr", "-1")
     assert done.returncode == 1
-    assert "failed: lr=-1.0 must be at least" in done.stdout
+    assert "failed: Error parsing recipe: lr=-1.0 must be at least" in done.stdout
     assert not tables.names(tmp_path / "rows")

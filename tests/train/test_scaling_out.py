@@ -112,7 +112,7 @@ def test_synchronized_processes_train_as_one(tmp_path):
     assert together["test_loss"] == pytest.approx(alone["test_loss"], rel=2e-2)
     # and not so without
     apart = torchrun(
-        *arguments[:-2], "--batch-size", "32", "--out", str(tmp_path / "apart"), processes=2
+        *arguments[:-1], "--batch-size", "32", "--out", str(tmp_path / "apart"), processes=2
     )
     assert apart.wait(120) == 0
     (different,) = metrics(tmp_path / "apart")
