@@ -11,7 +11,7 @@ import runpy
 import sys
 from pathlib import Path
 
-# none of them starts threads or looks at a GPU when it is imported
+# importing them starts no thread of Python and does not touch the GPU, so that a fork is safe
 LIBRARIES = ["torchvision", "timm", "cenet.cli", "cenet.train", "experiments.__main__"]
 
 

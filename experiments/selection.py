@@ -7,7 +7,8 @@ then train on all training images, and the test images are looked at once.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
+from math import isclose
 from typing import Any, NamedTuple
 
 from experiments.accuracy import Line
@@ -28,10 +29,17 @@ class Grid:
     field is the ratio of its two outermost values.
 
     Attributes:
-        fields: their names, each with its values in ascending order.
+        fields: their names, each with at least two values, ascending and in one ratio.
     """
 
     fields: tuple[tuple[str, tuple[float, ...]], ...]
+
+    def __post_init__(self) -> None:
+        """Refuse values in several ratios: a step there and back would not return."""
+        for name, values in self.fields:
+            ratios = [after / before for before, after in pairwise(values)]
+            if not ratios or min(ratios) <= 1 or not isclose(min(ratios), max(ratios)):
+                raise ValueError(f"{name}: {values} must ascend in one ratio, as 0.05, 0.1, 0.2 do")
 
     @property
     def settings(self) -> list[Setting]:

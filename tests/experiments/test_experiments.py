@@ -23,7 +23,7 @@ from experiments.launching import Command
 from experiments.result import Result, Rows
 from experiments.runs import LOOK_EVERY, DetectorRun, LastingRun, Run, runs
 from experiments.scheduling import Schedule, Settings, state
-from experiments.selection import finals
+from experiments.selection import Grid, finals
 from experiments.speed import epochs_until
 from experiments.tables import names
 from scipy import stats
@@ -324,6 +324,13 @@ def test_settings_are_chosen_by_held_out_images_once_all_were_tried(tmp_path):
     assert all(run.is_diagnosed for run in chosen)
 
 
+@pytest.mark.parametrize("values", [(0.1,), (0.2, 0.1), (0.01, 0.05, 0.1)])
+def test_a_grid_has_one_ratio(values):
+    """Else a step beyond its edge and back would lead elsewhere."""
+    with pytest.raises(ValueError, match=r"lr: \(.*\) must ascend in one ratio"):
+        Grid((("lr", values),))
+
+
 def test_settings_beyond_the_grid_are_tried_as_long_as_they_are_better(tmp_path):
     """Along (lr, weight decay): the best are 0.2, 5e-4; then 0.4, 5e-4; then nothing is better."""
     recipe, line = "tiny_resnet18_ce", 2
@@ -372,8 +379,7 @@ def test_a_trial_that_diverges_is_the_worst_of_all(tmp_path):
     # its weights are not finite any more after an update or two
     hopeless = {"lr": 1e30, "warmup_epochs": 0.0}
     for run in (*runs("digits_plain", holdout=0.1, **hopeless), *runs("digits_plain", **hopeless)):
-        (left,) = schedule.finish(lambda run=run: [run]) or [None]
-        assert left is None
+        assert schedule.finish(lambda run=run: [run]) == []
         found[run.is_trial] = run
     assert schedule.failed == [found[False]]
     (only,) = tables.read("trials", tmp_path / "rows")
