@@ -30,9 +30,11 @@ class Grid:
 
     Attributes:
         fields: their names, each with at least two values, ascending and in one ratio.
+        fixed: further fields, each with the one value that all settings have.
     """
 
     fields: tuple[tuple[str, tuple[float, ...]], ...]
+    fixed: Setting = ()
 
     def __post_init__(self) -> None:
         """Refuse values in several ratios: a step there and back would not return."""
@@ -46,7 +48,7 @@ class Grid:
         """Each a value for each field."""
         names = [name for name, _ in self.fields]
         return [
-            tuple(zip(names, values, strict=True))
+            (*zip(names, values, strict=True), *self.fixed)
             for values in product(*(values for _, values in self.fields))
         ]
 
@@ -124,10 +126,17 @@ def selection(
 
 
 def selected_table(
-    name: str, title: str, claim: str, lines: Sequence[Line], grid: Grid, seeds: int
-) -> Result:
-    """Accuracies over seeds, each network with its own settings of the grid."""
-    return selection(name, title, claim, lines, grid, seeds, partial(_build, lines, grid, seeds))
+    name: str, title: str, claim: str, lines: Sequence[Line], grid: Grid, seeds: int,
+    columns: Sequence[str] | None = None,
+) -> Result:  # fmt: skip
+    """Accuracies over seeds, each network with its own settings of the grid.
+
+    Args:
+        name, title, claim, lines, grid, seeds: see `selection`.
+        columns: that the table has; None for all.
+    """
+    build = partial(_build, lines, grid, seeds, columns)
+    return selection(name, title, claim, lines, grid, seeds, build)
 
 
 def finals(recipe: str, grid: Grid, seeds: int, rows: Rows) -> list[Run]:
@@ -146,7 +155,9 @@ def _next_runs(lines: Sequence[Line], grid: Grid, seeds: int, rows: Rows) -> lis
     return found
 
 
-def _build(lines: Sequence[Line], grid: Grid, seeds: int, rows: Rows) -> Built:
+def _build(
+    lines: Sequence[Line], grid: Grid, seeds: int, columns: Sequence[str] | None, rows: Rows
+) -> Built:
     table = []
     firsts: dict[str, list[Run]] = {}
     for line in lines:
@@ -166,6 +177,6 @@ def _build(lines: Sequence[Line], grid: Grid, seeds: int, rows: Rows) -> Built:
             (a, b) for a, b in zip(first, own, strict=False) if rows.of(a) and rows.of(b)
         ] if own is not first else []  # fmt: skip
         sides = [rows.values(side, "top1") for side in zip(*pairs, strict=True)]
-        cells["top-1 against the first (95 %)"] = difference(*sides, 100, 2) if pairs else ""
-        table.append(cells)
+        cells["top-1, difference from plain (95 %)"] = difference(*sides, 100, 2) if pairs else ""
+        table.append({column: cells[column] for column in columns or cells})
     return Built(table)

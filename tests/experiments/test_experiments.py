@@ -331,6 +331,18 @@ def test_a_grid_has_one_ratio(values):
         Grid((("lr", values),))
 
 
+def test_a_fixed_field_is_in_every_run_and_never_searched(tmp_path):
+    recipe = "tiny_resnet18_bd"
+    grid = Grid((("lr", (0.1, 0.2)),), fixed=(("weight_decay", 2.5e-3),))
+    for trial in grid.trials(recipe):
+        tables.add({"trials": [row(trial.name, top1=trial.made.lr)]}, tmp_path)
+    best, missing = grid.search(recipe, Rows(tmp_path))
+    assert best == (("lr", 0.2), ("weight_decay", 2.5e-3))
+    assert [(run.made.lr, run.made.weight_decay) for run in missing] == [(0.4, 2.5e-3)]
+    (final,) = finals(recipe, grid, 1, Rows(tmp_path))
+    assert (final.made.lr, final.made.weight_decay, final.made.holdout) == (0.2, 2.5e-3, 0.0)
+
+
 def test_settings_beyond_the_grid_are_tried_as_long_as_they_are_better(tmp_path):
     """Along (lr, weight decay): the best are 0.2, 5e-4; then 0.4, 5e-4; then nothing is better."""
     recipe, line = "tiny_resnet18_ce", 2
@@ -598,7 +610,7 @@ def test_pages_hold_what_is_built():
         text = page.read_text()
         assert building.page_with(text, made) == text, "run `make results`"
     shown = set(building.BLOCK.findall((ROOT / "docs/results.md").read_text()))
-    assert {name for _, name, _ in shown} == {*RESULTS} - {"vgg16_short"}
+    assert {name for _, name, _ in shown} == {*RESULTS} - {"vgg16_short", "tiny_resnets_short"}
     for name, result in made.items():
         if result.figure is not None:
             assert (ROOT / building.FIGURES / f"{name}.svg").is_file()
