@@ -32,7 +32,6 @@ LEVELS = [
         "nn.norms",
         "nn.fused",
         "nn.base",
-        "nn.branches",
         "nn.equilibrium",
         "nn.norm_ce",
         "nn.sync",
@@ -54,8 +53,7 @@ LEVELS = [
         "lightning",
     ),
     (
-        *("models.blocks", "models.staged"),
-        *("models.placement", "models.factory", "models.released"),
+        *("models.staged", "models.factory", "models.released"),
         *("models.entrypoints", "models", "models.cost", "models.lookup"),
     ),
     (
@@ -66,8 +64,8 @@ LEVELS = [
             "analysis.readers",
             "analysis.activations",
         ),
-        *("analysis.recorder", "analysis.ablation", "analysis.monitor", "analysis.json_dataclass"),
-        *("analysis.diagnosis", "analysis.gradcam", "analysis.verdict", "analysis.diagnose"),
+        *("analysis.recorder", "analysis.ablation", "analysis.monitor", "analysis.diagnosis"),
+        *("analysis.gradcam", "analysis.verdict", "analysis.diagnose"),
         "analysis",
     ),
     ("signals", "distributed"),
@@ -90,14 +88,11 @@ LEVELS = [
         *("train.loop", "train.classifier", "train.job", "train.command"),
         "train",
     ),
-    (
-        *("diagnosing", "diagnosing.images", "diagnosing.network", "diagnosing.terminal"),
-        "diagnosing.command",
-    ),
+    (*("diagnosing", "diagnosing.images", "diagnosing.network", "diagnosing.command"),),
     (
         *("report.elements", "report.formatting", "report.sources", "report.charts"),
-        *("report.curves", "report.layers", "report.channels", "report.tables", "report.render"),
-        *("report.pages", "report"),
+        *("report.curves", "report.layers", "report.channels", "report.tables", "report.pages"),
+        "report",
     ),
     (
         *("detection.freezing", "detection.networks", "detection.deploy", "detection.recipes"),

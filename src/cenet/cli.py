@@ -248,7 +248,7 @@ def evaluate(
     from cenet.run_folder import WEIGHTS
     from cenet.train.job import evaluate_run
     from cenet.train.recipes import Recipe
-    from cenet.train.run_log import read_run
+    from cenet.train.training_recipe import read_run
     from cenet.train.weights import read_weights
 
     try:

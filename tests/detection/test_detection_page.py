@@ -22,7 +22,7 @@ from cenet.detection.job import show_run
 from cenet.detection.page import build_page, read_source
 from cenet.detection.predictions import choose, match, predictions_section
 from cenet.detection.trainer import build_detector
-from cenet.report.render import save_page
+from cenet.report.pages import save_page
 from cenet.run_folder import WEIGHTS
 from cenet.train import checkpoint
 from cenet.train.weights import write_weights

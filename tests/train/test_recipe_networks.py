@@ -21,7 +21,7 @@ from cenet.run_folder import ABOUT
 from cenet.train import RECIPES, Recipe, checkpoint
 from cenet.train.build import build_loss, build_network, build_optimizer, build_schedule
 from cenet.train.recipes import NETWORK_NAMES, RD_RATIO, Act, Block, Norm
-from cenet.train.run_log import read_run
+from cenet.train.training_recipe import read_run
 
 IMAGENET = InputSpec(tuple(str(i) for i in range(1000)), FILES_MEAN, FILES_STD)
 RESNETS = ("resnet18", "resnet50", "resnet101")

@@ -19,12 +19,12 @@ from cenet.detection.page import build_page, read_source
 from cenet.detection.predictions import choose, predictions_section
 from cenet.detection.recipes import DetectionRecipe
 from cenet.detection.trainer import DetectionOptions, DetectionTrainer, build_detector
-from cenet.report.render import save_page
+from cenet.report.pages import save_page
 from cenet.run_folder import replace_file
 from cenet.train.job import Device, run_loop
 from cenet.train.loop import Loop
-from cenet.train.run_log import read_run
 from cenet.train.times import DATA, LIBRARIES, NETWORK, Clock
+from cenet.train.training_recipe import read_run
 from cenet.train.weights import read_weights
 
 PAGE = "detection.html"

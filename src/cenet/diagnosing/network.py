@@ -17,7 +17,7 @@ from cenet.export import load_network, load_weights_
 from cenet.models import NETWORKS
 from cenet.models.lookup import create_named
 from cenet.train.recipes import Recipe
-from cenet.train.run_log import read_run
+from cenet.train.training_recipe import read_run
 from cenet.train.weights import load_run, read_weights
 
 TORCHVISION_SIZE = 224

@@ -8,8 +8,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from cenet.folding import fold_ce
-from cenet.models.factory import create_model
-from cenet.models.placement import NETWORKS
+from cenet.models.factory import NETWORKS, create_model
 from cenet.nn import NormCE2d
 
 # Tables 1 and 2 of the paper, with CE, in billions

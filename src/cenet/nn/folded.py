@@ -9,8 +9,11 @@ import cenet.nn.fused as fused
 from cenet import functional as F
 from cenet import ops
 from cenet.nn.base import EquilibriumLayer, call_as_leaf, finish, is_proxy
-from cenet.nn.branches import BatchDecorrelation2d, InstanceReweighting2d
-from cenet.nn.equilibrium import ChannelEquilibrium2d
+from cenet.nn.equilibrium import (
+    BatchDecorrelation2d,
+    ChannelEquilibrium2d,
+    InstanceReweighting2d,
+)
 
 Branch = TypeVar("Branch", bound=EquilibriumLayer)
 

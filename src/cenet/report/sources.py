@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cenet.analysis.diagnosis import FILE, Diagnosis, Layer
-from cenet.analysis.json_dataclass import LARGEST
+from cenet.analysis.diagnosis import FILE, LARGEST, Diagnosis, Layer
 from cenet.run_folder import ABOUT, CHANNELS, METRICS, read_json, read_metrics
 
 WATCHED = ("dormant_ratio", "participation_share", "correlation")

@@ -1,12 +1,16 @@
 """Optimizer, schedule and precision settings shared by all recipes.
 
 A recipe holds every setting that changes a number. Folders, device and worker processes are not
-part of it: those are `RunOptions`.
+part of it: those are `RunOptions`. A run writes its recipe into run.json, and `read_run` reads it.
 """
 
 from dataclasses import MISSING, asdict, dataclass, fields
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
+
+from cenet.data.input_spec import InputSpec
+from cenet.run_folder import ABOUT, read_json
 
 Schedule = Literal["step", "cosine", "poly"]
 Precision = Literal["float32", "bfloat16", "float16"]
@@ -139,6 +143,24 @@ class TrainingRecipe:
             name: tuple(value) if known[name] else value for name, value in values.items()
         }
         return cls(**given)
+
+
+def read_run(folder: Path, kind: type[R]) -> tuple[R, InputSpec]:
+    """Recipe and input spec of a run; ValueError if `folder` is no run of this kind of recipe."""
+    path = folder / ABOUT
+    if not path.is_file():
+        raise ValueError(f"{folder} is not a folder of `{kind.command}`: it has no {path.name}")
+    about = read_json(path)
+    try:
+        made = about["command"]
+        if made != kind.command:
+            raise ValueError(
+                f"{folder} is a run of `{made}`, not of `{kind.command}`; see "
+                f"`{str(made).removesuffix(' train')} --help`"
+            )
+        return kind.from_dict(about["recipe"]), InputSpec.from_dict(about["inputs"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not of this version of `{kind.command}`: {error!r}") from error
 
 
 def nearest(name: object, valid: Any) -> str:

@@ -14,8 +14,7 @@ from cenet.nn import NormCE2d
 from cenet.run_folder import WEIGHTS, replace_file
 from cenet.train.build import build_network
 from cenet.train.recipes import Recipe
-from cenet.train.run_log import read_run
-from cenet.train.training_recipe import TrainingRecipe
+from cenet.train.training_recipe import TrainingRecipe, read_run
 
 
 def write_weights(
