@@ -19,7 +19,7 @@ SOURCE = ROOT / "src" / "cenet"
 
 # a module may import from its own level's earlier names and from lower levels, never upwards
 LEVELS = [
-    ("version", "extras", "functional"),
+    ("version", "extras", "functional", "formatting"),
     (
         *("kernels", "kernels.call", "kernels.launch", "kernels.tiles", "kernels.pooling"),
         *("kernels.moments", "kernels.norm", "kernels.decorrelation", "kernels.averages"),
@@ -90,7 +90,7 @@ LEVELS = [
     ),
     (*("diagnosing", "diagnosing.images", "diagnosing.network", "diagnosing.command"),),
     (
-        *("report.elements", "report.formatting", "report.sources", "report.charts"),
+        *("report.elements", "report.sources", "report.charts"),
         *("report.curves", "report.layers", "report.channels", "report.tables", "report.pages"),
         "report",
     ),

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from unicodedata import east_asian_width
 from xml.etree import ElementTree as Tree
 
+from cenet.formatting import short
 from cenet.report.charts import as_text, drawing, put_picture, put_text
-from cenet.report.formatting import short
 
 # backgrounds of dark letters, on pictures, in both themes
 COLOURS = ("#ffb000", "#35c9e8", "#ff7a6b", "#7fd95b", "#d59bff", "#f2e64a", "#ff8fc7", "#5fe0b5")

@@ -6,9 +6,9 @@ from typing import Any
 
 from cenet.detection.evaluation import KINDS, MEASURES
 from cenet.detection.recipes import DetectionRecipe
+from cenet.formatting import Cell, count, show
 from cenet.report.charts import Axis, Series, around, by_epoch, line_chart
-from cenet.report.elements import Cell, Column, Figure, Page, Panel, Section, Table
-from cenet.report.formatting import count, show
+from cenet.report.elements import Column, Figure, Page, Panel, Section, Table
 from cenet.report.sources import Source, read_training
 from cenet.report.tables import differing
 from cenet.run_folder import WEIGHTS

@@ -14,8 +14,8 @@ from cenet.analysis.diagnosis import data_uri
 from cenet.detection.boxes_svg import Box, colour, draw_boxes
 from cenet.detection.coco import Record
 from cenet.detection.data import Scenes, outline_mask
-from cenet.report.elements import Cell, Column, Figure, Panel, Section, Table
-from cenet.report.formatting import count
+from cenet.formatting import Cell, count
+from cenet.report.elements import Column, Figure, Panel, Section, Table
 from cenet.report.sources import printable
 
 SIDE = 640  # pixels of the longer side of what is drawn

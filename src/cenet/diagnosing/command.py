@@ -25,6 +25,7 @@ from cenet.data.loaders import evaluation_batches
 from cenet.diagnosing.images import NOT_AN_IMAGE, ImageStream, find_images
 from cenet.diagnosing.network import LoadedNetwork, find_network, num_outputs
 from cenet.distributed import start
+from cenet.formatting import percent
 from cenet.train.progress import progress_bar
 from cenet.train.recipes import RECIPES
 
@@ -308,14 +309,14 @@ def findings(diagnosis: Diagnosis) -> list[str]:
     """Accuracy, ablation, importance and skipped files, a sentence each."""
     found, lines = diagnosis, []
     if found.accuracy is not None:
-        top5 = f", top-5 {found.accuracy.top5:.2%}" if found.accuracy.classes > 5 else ""
-        lines.append(f"Top-1 {found.accuracy.top1:.2%}{top5}.")
+        top1, top5 = (percent(value, ".2f") for value in (found.accuracy.top1, found.accuracy.top5))
+        lines.append(f"Top-1 {top1}" + (f", top-5 {top5}." if found.accuracy.classes > 5 else "."))
     if found.ablation is not None:
         curve = found.ablation
-        whole, half = fmean(curve.top1[0]), fmean(curve.top1[5])
+        whole, half = percent(fmean(curve.top1[0])), percent(fmean(curve.top1[5]))
         lines.append(
-            f"Without half of the channels of {curve.layer}, top-1 goes from {whole:.1%} to "
-            f"{half:.1%} (random channels) or {curve.least_important_first[5]:.1%} (the least "
+            f"Without half of the channels of {curve.layer}, top-1 goes from {whole} to "
+            f"{half} (random channels) or {percent(curve.least_important_first[5])} (the least "
             f"important ones), on {curve.images} images."
         )
     if found.importance is not None:
@@ -324,9 +325,10 @@ def findings(diagnosis: Diagnosis) -> list[str]:
             f"Importance is spread over the {len(one.divergence)} channels of {one.layer} with a "
             f"Gini coefficient of {one.gini:.2f} (0: all equally important)."
         )
+    inhibited = "" if found.first_six is None else percent(found.first_six)
     lines.append(
         f"Inhibited channels by the paper's absolute threshold (mean activation below "
-        f"{found.threshold:g}), mean of the first six layers: {_number(found.first_six, '.1%')}. "
+        f"{found.threshold:g}), mean of the first six layers: {inhibited}. "
         "This figure depends on the scale of the layers; the others do not."
     )
     images = [one for one in found.data.skipped if one.reason != NOT_AN_IMAGE]

@@ -7,9 +7,9 @@ from statistics import fmean, median
 
 from cenet.analysis.channels import DORMANT, DORMANT_STRICT
 from cenet.analysis.diagnosis import AblationCurve, Importance, Layer, Matrix, Removal
+from cenet.formatting import Cell, brief, compare, count, show
 from cenet.report.charts import Axis, Rule, Series, around, colour_bar, heat_map, line_chart
-from cenet.report.elements import Cell, Column, Figure, Panel, Table
-from cenet.report.formatting import brief, compare, count, show
+from cenet.report.elements import Column, Figure, Panel, Table
 from cenet.report.sources import Source
 
 LEAST = 1e-3  # where the axes of relative values begin

@@ -1,12 +1,9 @@
 """The elements of a page (tables, figures, sections) as plain values, without HTML."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from cenet.analysis.diagnosis import Verdict
-
-Kind = Literal["text", "number", "percent"]
-Cell = str | float | int | None
+from cenet.formatting import Cell, Kind
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from statistics import fmean
 
 from cenet.analysis.channels import DORMANT, DORMANT_STRICT
 from cenet.analysis.diagnosis import Layer
+from cenet.formatting import Cell, Kind, compare, count, show
 from cenet.report.charts import Axis, Rule, Series, around, line_chart, range_chart
-from cenet.report.elements import Cell, Column, Figure, Kind, Panel, Table
-from cenet.report.formatting import compare, count, show
+from cenet.report.elements import Column, Figure, Panel, Table
 from cenet.report.sources import Source
 
 Measure = Callable[[Layer], float | None]

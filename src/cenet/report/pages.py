@@ -16,10 +16,10 @@ import cenet.report.channels as channels
 import cenet.report.layers as layers
 import cenet.report.tables as tables
 from cenet.analysis.diagnosis import FILE, Diagnosis
+from cenet.formatting import Cell, count, show
 from cenet.report.charts import DARK, LIGHT, MARKS, STYLE, standalone
 from cenet.report.curves import training_figures, watched_figures
-from cenet.report.elements import Cell, Figure, Page, Section, Table
-from cenet.report.formatting import count, show
+from cenet.report.elements import Figure, Page, Section, Table
 from cenet.report.sources import Source, from_diagnosis, printable, read_sources
 from cenet.run_folder import replace_file
 from cenet.version import VERSION

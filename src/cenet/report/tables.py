@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence, Sized
 from pathlib import PurePath
 from typing import Any
 
-from cenet.analysis.channels import DORMANT, DORMANT_STRICT
+from cenet.analysis.channels import DORMANT, DORMANT_STRICT, RARE
 from cenet.analysis.diagnosis import Accuracy, Layer
-from cenet.report.elements import Cell, Column, Fact, Kind, Picture, RunVerdict, Section, Table
-from cenet.report.formatting import MISSING, NARROW, short, show
+from cenet.formatting import MISSING, NARROW, Cell, Kind, percent, short, show
+from cenet.report.elements import Column, Fact, Picture, RunVerdict, Section, Table
 from cenet.report.layers import (
     mean_correlation,
     mean_lambda,
@@ -64,8 +64,8 @@ def facts(sources: Sequence[Source]) -> tuple[Fact, ...]:
             _share(lambda layer: layer.dormant_strict), "percent",
         ),
         _fact(
-            f"fire in < 1{NARROW}% of images", "positive at one pixel or more", sources,
-            _share(lambda layer: layer.rare), "percent",
+            f"fire in < {percent(RARE, 'g', space=NARROW)} of images",
+            "positive at one pixel or more", sources, _share(lambda layer: layer.rare), "percent",
         ),
         _fact(
             "prunable", "contribute next to nothing", sources,
