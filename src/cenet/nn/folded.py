@@ -8,6 +8,7 @@ from torch import Tensor, nn
 import cenet.nn.fused as fused
 from cenet import functional as F
 from cenet import ops
+from cenet.kernels.call import FoldedCECall
 from cenet.nn.base import EquilibriumLayer, call_as_leaf, finish, is_proxy
 from cenet.nn.equilibrium import (
     BatchDecorrelation2d,
@@ -120,19 +121,23 @@ def _fused(
     act: nn.Module | None,
 ) -> Tensor:
     name, slope, after = fused.inside_and_after(act)
-    y: Tensor = ops.folded_ce(
-        x,
-        residual,
-        folded.values,
-        folded.matrix,
-        *ir.gate,
-        ir.running_inv_std,
-        folded.gain_weight,
-        folded.gain_offset,
-        name,
-        slope,
+    w1, norm_weight, norm_bias, w2 = ir.gate
+    call = FoldedCECall(
+        x=x,
+        residual=residual,
+        values=folded.values,
+        matrix=folded.matrix,
+        w1=w1,
+        norm_weight=norm_weight,
+        norm_bias=norm_bias,
+        w2=w2,
+        inv_std=ir.running_inv_std,
+        share=folded.gain_weight,
+        offset=folded.gain_offset,
+        act=name,
+        slope=slope,
     )
-    return finish(y, after, None)
+    return finish(ops.folded_ce(*call), after, None)
 
 
 def fixed_matrix(ce: EquilibriumLayer) -> Tensor | None:
