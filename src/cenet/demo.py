@@ -1,4 +1,4 @@
-"""The main job in two minutes on a CPU: digits, batch norm without and with CE, and a page.
+"""`cenet demo`: train a small VGG without and with CE on digits, on a CPU, and write a page.
 
 Both networks are trained by the recipes `digits_plain` and `digits_ce` as they stand, which differ
 in nothing but CE; no setting was looked for. Table and page show what CE changes here and what it
@@ -47,7 +47,7 @@ HALF = 5  # place of the ratio 0.5 in an ablation curve
 
 
 class Finished(NamedTuple):
-    """A network that was trained, and what was measured of it."""
+    """Metrics and diagnosis of a trained network."""
 
     metrics: list[dict[str, Any]]  # a row per epoch
     diagnosis: Diagnosis
@@ -69,8 +69,8 @@ def run_demo(out: Path, epochs: int = RECIPE.epochs, seeds: int = 3) -> Runs:
 
     Args:
         out: folder of the runs and of the page; finished runs in it are not trained again.
-        epochs: of training, per network.
-        seeds: how many times, each with its own initial weights and order of the images.
+        epochs: epochs of training per network.
+        seeds: number of trainings per network, each with its own seed.
 
     Raises:
         ValueError: an argument is out of range, or `out` holds other runs.
@@ -173,7 +173,7 @@ def rescale_(network: nn.Module, factor: float) -> None:
 
 
 def headline(found: Runs) -> list[str]:
-    """What a newcomer should know before the figures: what CE changed, and what it did not."""
+    """The paragraphs above the figures: what CE changed, and what it did not."""
     seeds, epochs = len(found["BN"]), len(found["BN"][0].metrics)
     apart = [measure for measure in MEASURES if _is_apart(measure, found)]
     same = [measure for measure in MEASURES if measure not in apart]
@@ -194,7 +194,7 @@ def headline(found: Runs) -> list[str]:
 
 
 def about_scale(found: Runs) -> str:
-    """What multiplying every layer does to the paper's figure."""
+    """A paragraph on how rescaling the layers moves the paper's figure."""
     means = (fmean(PAPER.value(run) for run in found[row]) for row in ("BN", RESCALED))
     before, after = map(percent, means)
     return (

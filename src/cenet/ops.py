@@ -243,7 +243,7 @@ def _through_activation(grad: Tensor, y: Tensor, act: str, slope: float) -> Tens
     if act == "relu":
         return torch.where(y > 0, grad, 0)
     if act not in ("leaky_relu", "elu"):
-        raise ValueError(f"the gradient of {act} is not written here")
+        raise ValueError(f"_through_activation has no gradient of {act}; add it")
     slopes = slope if act == "leaky_relu" else y.float() + slope
     return torch.where(y > 0, grad, (slopes * grad.float()).to(grad.dtype))
 

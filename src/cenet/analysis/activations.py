@@ -41,7 +41,7 @@ PASS = frozenset(
         *("_to_copy", "contiguous", "view", "_unsafe_view", "reshape", "_reshape_alias"),
     )
 )
-WRAPPERS = ("module", "_orig_mod")  # of DDP and torch.compile
+WRAPPERS = ("module", "_orig_mod")  # attributes in which DDP and torch.compile keep the network
 
 
 class Site(NamedTuple):

@@ -79,7 +79,7 @@ class Images:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """On all labelled images."""
+    """Accuracy on all labelled images."""
 
     top1: float
     top5: float
@@ -211,7 +211,7 @@ class BatchNorm:
     name: str
     channels: int
     nonpositive: int  # channels with β ≤ 0
-    activation: str | None  # that takes its output as it is; None behind a sum, a gate or CE
+    activation: str | None  # takes the output unchanged; None behind a sum, a gate or CE
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ class Importance:
     layer: str
     images: int
     divergence: tuple[float, ...]  # Kullback-Leibler, in nats, mean over images, by channel
-    standard_error: tuple[float | None, ...]  # of that mean; None for a single image
+    standard_error: tuple[float | None, ...]  # of the divergence; None for a single image
     gini: float  # how unequal the channels are
 
     def __post_init__(self) -> None:
@@ -270,7 +270,7 @@ class Removal:
 
     channels: int
     images: int
-    top1: float  # of the whole network
+    top1: float  # accuracy of the whole network
     top1_without: float
     top1_error: float  # standard error of the difference
     loss: float
@@ -285,9 +285,9 @@ class Verdict:
     Attributes:
         kind: "untrained", "at chance", "more images", "prune", "try CE" or "nothing to do".
         headline: the verdict in one or two sentences.
-        reasons: what it rests on, a sentence each.
-        next_step: what to do; None if there is nothing to do.
-        command: how, as a shell command or a line of Python, if one does it.
+        reasons: measurements that support it, a sentence each.
+        next_step: the recommended step; None if there is nothing to do.
+        command: a shell command or a line of Python for that step, if there is one.
     """
 
     kind: str
@@ -326,7 +326,7 @@ class Diagnosis:
     accuracy: Accuracy | None
     verdict: Verdict
     layers: tuple[Layer, ...]  # in the order of execution
-    threshold: float  # of the paper's inhibited channels
+    threshold: float  # mean activation below which a channel is inhibited
     first_six: float | None  # the paper's single figure
     batch_norms: tuple[BatchNorm, ...] | None  # all of them; None in files of version 2
     matrices: tuple[Matrix, ...]
@@ -342,7 +342,7 @@ class Diagnosis:
         return {layer.name: layer.prunable for layer in self.layers if layer.prunable}
 
     def as_dict(self) -> dict[str, Any]:
-        """In types that JSON has; numbers are finite or None."""
+        """The diagnosis in types of JSON; numbers are finite or None."""
         content: dict[str, Any] = to_json(self)
         return {"format": FORMAT, "version": VERSION, **content}
 
@@ -350,11 +350,11 @@ class Diagnosis:
     def from_dict(cls, values: Any) -> "Diagnosis":
         """Undo `as_dict`.
 
-        Version 2 is read as well: what it lacks is None, and its Grad-CAMs explain the predicted
-        class.
+        Version 2 is read as well: fields that it lacks are None, and its Grad-CAMs explain the
+        predicted class.
 
         Raises:
-            ValueError: the content is something else, damaged, or of another version.
+            ValueError: the content is damaged, of another version, or no diagnosis.
         """
         found = values.get("format") if isinstance(values, dict) else None
         if found != FORMAT:
@@ -386,7 +386,7 @@ def _expect_as_many(one: Sequence[Any], other: Sequence[Any], first: str, second
 
 
 def _since_version_2(content: dict[str, Any]) -> dict[str, Any]:
-    """The content of a file of version 2, with what was added since as None."""
+    """The content of a file of version 2, with None for the fields added since."""
 
     def each(name: str, added: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
         items = content.get(name)
@@ -420,7 +420,7 @@ def from_json(kind: type[Record], value: Any) -> Record:
     """Undo `to_json`.
 
     Raises:
-        ValueError: a value is not of the annotated type, or a `__post_init__` refuses what it got.
+        ValueError: a value is not of the annotated type, or a `__post_init__` refuses a value.
             The message names the place, such as `layers[2].gamma.mean`.
     """
     read: Record = _read(kind, value, "")

@@ -1,4 +1,4 @@
-"""The verdict of a diagnosis: what its measurements say, and what to do next.
+"""The verdict of a diagnosis: a conclusion from its measurements, and the next step.
 
 It rests on measures that rescaling a layer cannot move. The limits are conventions, not results:
 300 images bound the firing of a silent channel by 1 % (the rule of three), a covariance needs ten
@@ -18,7 +18,7 @@ ENOUGH_IMAGES = 300
 VALUES_PER_CHANNEL = 10
 WORTH_PRUNING = 0.01
 REDUNDANT = 0.25
-HARMLESS = 0.01  # relative rise of the loss that is not worth speaking of
+HARMLESS = 0.01  # relative rise of the loss that counts as none
 NAMED = 4  # layers that a sentence names
 
 UNTRAINED = Verdict(
@@ -41,14 +41,14 @@ MEASURE_CE = (
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a verdict rests on.
+    """The measurements that a verdict is drawn from.
 
     Attributes:
-        layers: in the order of execution.
-        images: on how many images they were measured.
-        untrained: whether the weights are those the network was made with.
-        accuracy: on the labelled images.
-        removal: what happened without all prunable channels, if that was measured.
+        layers: the layers in the order of execution.
+        images: number of images they were measured on.
+        untrained: whether the weights are the initial ones.
+        accuracy: accuracy on the labelled images.
+        removal: accuracy and loss without all prunable channels, if they were measured.
         sites: norms behind which insert_ce_ puts CE by default.
         train_with_ce: the command that trains this network with CE, if there is one.
     """
@@ -154,7 +154,7 @@ def _pruning(found: Evidence) -> str:
 
 
 def _reasons(found: Evidence) -> tuple[str, ...]:
-    """What was measured, and how sure it is."""
+    """The measurements in sentences, and their uncertainty."""
     layers = found.layers
     lines = [
         f"{_share(layers, 'dormant')} are dormant: their mean activation is at most {DORMANT:g} of "

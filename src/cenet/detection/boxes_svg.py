@@ -17,7 +17,7 @@ LETTER, CAPITAL, WIDE = 12.5, 16.0, 21.0  # widths of letters, at most
 
 @dataclass(frozen=True)
 class Box:
-    """A box on a picture: left, top, width, height, what it is, and the number of its colour."""
+    """A box on a picture: left, top, width and height, its name, and the number of its colour."""
 
     place: tuple[float, float, float, float]
     name: str
@@ -36,8 +36,8 @@ def draw_boxes(
 
     Args:
         label: text for screen readers.
-        uri: of the picture.
-        size: its width and height in units, which are about pixels.
+        uri: data URI of the picture.
+        size: width and height of the picture in units, which are about pixels.
         boxes: in the same units.
         words: text across the middle of the picture.
     """

@@ -71,8 +71,8 @@ def train(job: DetectionJob, clock: Clock | None = None) -> dict[str, Any]:
     setting, layers = job.recipe.setting, job.recipe.trainable_layers
     if untrained and (setting != "scratch" or layers < len(STAGES)):
         raise ValueError(
-            f"setting={setting} and trainable_layers={layers} keep parts of the backbone as they "
-            "are, and they are untrained; pass a classifier's weights by --checkpoint FILE, or "
+            f"setting={setting} and trainable_layers={layers} freeze parts of the backbone, whose "
+            "weights are random; pass a classifier's weights by --checkpoint FILE, or "
             f"train everything by --setting scratch --trainable-layers {len(STAGES)}"
         )
 

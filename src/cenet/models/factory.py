@@ -1,4 +1,4 @@
-"""The networks of the paper by name: where CE goes in each, and what it is compared with."""
+"""The networks of the paper by name, with CE at the paper's places or with a variant of it."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -118,7 +118,7 @@ def _resnet(block: Any, layers: tuple[int, ...], **kwargs: Any) -> nn.Module:
 
 
 def _squeeze_mobilenet(model: nn.Module) -> None:
-    """After the activation of every depthwise convolution, as MobileNetV3 does."""
+    """Put squeeze-excite after the activation of every depthwise convolution, as MobileNetV3."""
     module: Any
     for module in model.modules():
         if hasattr(module, "conv_dw") and hasattr(module, "se"):
@@ -126,7 +126,7 @@ def _squeeze_mobilenet(model: nn.Module) -> None:
 
 
 def _squeeze_shufflenet(model: nn.Module) -> None:
-    """At the end of the branch that convolves."""
+    """Put squeeze-excite at the end of the branch with convolutions."""
     module: Any
     for name, module in model.named_modules():
         if name.endswith("branch2"):
@@ -134,7 +134,7 @@ def _squeeze_shufflenet(model: nn.Module) -> None:
 
 
 def _squeeze_vgg(model: nn.Module) -> None:
-    """After every activation."""
+    """Put squeeze-excite after every activation."""
     layers: Any = model.features
     for i, layer in enumerate(layers):
         if isinstance(layer, nn.Conv2d):
@@ -142,7 +142,7 @@ def _squeeze_vgg(model: nn.Module) -> None:
 
 
 def _published(norm: str) -> dict[str, str]:
-    """Where IterNorm and switchable whitening stand in ResNets by their authors' own code.
+    """Norms of ResNets that the authors of IterNorm and switchable whitening replace.
 
     IterNorm (github.com/huangleiBuaa/IterNorm-pytorch, ImageNet/models/resnet.py): the stem's norm
     alone. Switchable whitening (github.com/XingangPan/Switchable-Whitening,
@@ -222,7 +222,7 @@ def create_model(
             norm): 2 or 3 in ResNet-50 and ResNet-101, 1 or 2 in ResNet-18. By default the last.
         start: "identity" lets CE change nothing at first (see `NormCE2d`).
         layer_args: arguments of the CE layers, e.g. {"group_size": 32}.
-        **kwargs: of the network, as in timm: num_classes, in_chans, drop_rate, ...
+        **kwargs: arguments of the network, as in timm: num_classes, in_chans, drop_rate, ...
     """
     network = {**NETWORKS, **SMALL_NETWORKS}.get(name) if isinstance(name, str) else None
     if network is None:
@@ -262,7 +262,7 @@ def create_model(
 
 
 def _remember(model: Any, name: str, **options: Any) -> None:
-    """Keep what a file must say to have the network built again."""
+    """Store name and arguments in the network, so that a file can have it built again."""
     model.network_name = name
     model.model_args = {name: value for name, value in options.items() if value is not None}
 

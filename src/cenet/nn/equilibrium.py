@@ -42,7 +42,7 @@ class ChannelEquilibrium2d(EquilibriumLayer):
         rd_ratio: hidden width of the instance gate over C, in (0, 1].
         pool: side of the max-pool window before the covariance, 1 for none (the paper pools 2×2 in
             the stem).
-        device, dtype: of parameters and buffers.
+        device, dtype: device and dtype of parameters and buffers.
 
     Shape: (N, C, H, W) -> (N, C, H, W). Training needs H·W > 1; an empty batch passes through.
 
@@ -161,7 +161,7 @@ class BatchDecorrelation2d(EquilibriumLayer):
         newton_steps: T of Eq. Newtoniter, 1 to 9. It defines the operator: 3 is far from converged,
             by design.
         pool: side of the max-pool window before the covariance, 1 for none.
-        device, dtype: of the buffers.
+        device, dtype: device and dtype of the buffers.
 
     Shape: (N, C, H, W) -> (N, C, H, W).
 
@@ -209,7 +209,7 @@ class BatchDecorrelation2d(EquilibriumLayer):
         return F.moments(x, self.group_size, self.pool, sign) if batch else None
 
     def inv_sqrt(self, scale: Tensor, statistics: Statistics | None) -> Tensor:
-        """W of the batch with these statistics, or without, its running average."""
+        """W of the batch with these statistics; its running average if they are None."""
         if statistics is None:
             # a copy: autograd may keep it, and a later training step changes the buffer in place
             return self.running_inv_sqrt.to(scale.dtype, copy=True)
@@ -217,7 +217,7 @@ class BatchDecorrelation2d(EquilibriumLayer):
         return F.decorrelation(statistics.cov, scale, self.newton_steps)
 
     def track(self, inv_sqrt: Tensor, statistics: Statistics | None) -> None:
-        """Move the running average towards the W of a batch, in place; without, leave it."""
+        """Move the running average towards W of a batch, in place; not if `statistics` is None."""
         if statistics is not None:
             averages = [(self.running_inv_sqrt, statistics.counted(inv_sqrt))]
             average_(averages, self.num_batches_tracked, self.momentum, debias=True)
@@ -277,7 +277,7 @@ class InstanceReweighting2d(EquilibriumLayer):
         momentum: weight of the newest batch in the running average of s^{-1/2}; None weighs all
             batches alike.
         rd_ratio: hidden width of the gate over C, in (0, 1]; at least 8 units are kept.
-        device, dtype: of parameters and buffers.
+        device, dtype: device and dtype of parameters and buffers.
 
     Shape: (N, C, H, W) -> (N, C, H, W). H·W = 1 has no variance and is refused in training.
 
@@ -339,14 +339,14 @@ class InstanceReweighting2d(EquilibriumLayer):
         return moments.var
 
     def inv_std(self, scale: Tensor, statistics: Statistics | None) -> Tensor:
-        """s^{-1/2} of the batch with these statistics, or without, its running average."""
+        """s^{-1/2} of the batch with these statistics; its running average if they are None."""
         if statistics is None:
             return self.running_inv_std.to(scale.dtype, copy=True)
         assert statistics.instance_var is not None
         return F.inverse_std(statistics.instance_var, scale, self.eps)
 
     def track(self, inv_std: Tensor, statistics: Statistics | None) -> None:
-        """Move the running average towards s^{-1/2} of a batch, in place; without, leave it."""
+        """Move the running average towards s^{-1/2}, in place; not if `statistics` is None."""
         if statistics is not None:
             # an overflowing s has the finite inverse root 0, which must not pass for a statistic
             finite = inv_std.where(inv_std > 0, torch.nan)

@@ -37,7 +37,7 @@ class FoldedCE2d(nn.Module):
     gain_offset: Tensor
 
     def __init__(self, ce: EquilibriumLayer, shift: Tensor, act: nn.Module | None) -> None:
-        """Take over what `ce` uses in evaluation."""
+        """Copy the tensors that `ce` uses in evaluation."""
         super().__init__()
         identity, _, reweighting = _shares(ce)
         matrix = fixed_matrix(ce)
@@ -55,7 +55,7 @@ class FoldedCE2d(nn.Module):
 
     @property
     def shift(self) -> Tensor:
-        """What is added to x, (C,)."""
+        """The shift that is added to x, (C,)."""
         return -self.values[0]
 
     def forward(
@@ -83,7 +83,7 @@ class FoldedCE2d(nn.Module):
 
 
 class Finish(nn.Module):
-    """What is left of a CE layer that went into the convolution: residual and activation."""
+    """Residual and activation, after a CE layer that was folded into the convolution."""
 
     is_deploy_form = True
     takes_residual = True

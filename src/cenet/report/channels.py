@@ -241,7 +241,7 @@ def _orders(run: int, curve: AblationCurve, means: Sequence[float]) -> list[Seri
 
 
 def _ablation_words(curves: Sequence[AblationCurve]) -> str:
-    """The caption: what is drawn, its standard error, and how to read it."""
+    """The caption: an explanation of the curves, and their standard error."""
     layers = _listed(curve.layer for curve in curves)
     draws = max(len(one) for curve in curves for one in curve.top1)
     images = min(curve.images for curve in curves)

@@ -15,7 +15,7 @@ from PIL import Image
 from cenet.analysis.diagnosis import data_uri
 from cenet.formatting import Kind, abbreviate, percent, short, show
 
-# of the runs: distinct without red or green vision; dashes and marks differ as well
+# colours of runs differ also for readers with red-green blindness; so do dashes and marks
 LIGHT = {
     "paper": "#fdfdfc", "card": "#ffffff", "ink": "#1d232b", "soft": "#5a6472",
     "line": "#dfe3e8", "wash": "#f3f5f7", "focus": "#0b57d0",

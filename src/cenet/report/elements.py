@@ -56,7 +56,7 @@ class Figure:
     Attributes:
         key: name of its files, without the ending.
         title: above the drawings.
-        caption: what the drawings show.
+        caption: explanation of the drawings.
         panels: the drawings; empty if the caption says everything.
         table: numbers shown on the page.
         numbers: numbers of the CSV file, if they are more than the table.
@@ -104,9 +104,9 @@ class Fact:
     """A row of the headline table.
 
     Attributes:
-        name: of the measure.
+        name: name of the measure.
         meaning: explanation in a few words.
-        values: one per run, formatted.
+        values: formatted values, one per run.
     """
 
     name: str
@@ -149,7 +149,7 @@ class RunVerdict:
 
     Attributes:
         run: number of the run.
-        verdict: of its diagnosis.
+        verdict: verdict of its diagnosis.
         sites: norms after which insert_ce_ would put CE.
         with_ce: layers that have CE already.
     """

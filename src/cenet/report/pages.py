@@ -49,7 +49,7 @@ def write_page(
     Args:
         sources: folders of `cenet train` or `cenet diagnose`, diagnosis.json files, or diagnoses.
         out: the page, NAME.html.
-        title: of the page; by default the name of the run, or the number of runs.
+        title: title of the page; by default the name of the run, or the number of runs.
         lead: paragraphs of plain text under the title.
 
     Returns:

@@ -115,9 +115,9 @@ def read_training(
     """Recipe, environment and metrics of a run.
 
     Args:
-        folder: of the run.
-        name: of the source.
-        columns: of metrics that hold a number or nothing.
+        folder: folder of the run.
+        name: name of the source.
+        columns: columns of metrics that hold a number or nothing.
         counts: columns of metrics that hold a whole number in every row.
         author: the command that writes such folders.
 

@@ -15,7 +15,7 @@ from cenet.report.layers import (
 )
 from cenet.report.sources import Source
 
-PICTURES = 8  # of each run
+PICTURES = 8  # Grad-CAMs shown of each run
 SMALLEST = 32  # side of an image in which Grad-CAM shows something
 LONGEST = 14  # letters of a checkpoint
 SKIPPED = "These files could not be read as images and are not in any number above."
@@ -114,7 +114,7 @@ def differing(sources: Sequence[Source], part: str) -> Section:
         (name.replace("_", " "), *(_plain(values.get(name)) for _, values in shown))
         for name in names
     ]
-    # what is known of both, and not the same
+    # rows that differ between runs
     apart = [row for row in rows if len(set(row[1:])) > 1]
     same = [row for row in rows if len(set(row[1:])) == 1]
     columns = [Column(""), *(Column(sources[run].name, "text", run) for run, _ in shown)]

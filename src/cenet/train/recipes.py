@@ -18,7 +18,7 @@ RD_RATIO = 0.25  # width of the gate in the paper
 
 @dataclass(frozen=True)
 class Recipe(TrainingRecipe):
-    """What to train and how, for a classifier.
+    """All settings that decide the numbers of a classifier's training.
 
     Attributes:
         network: resnet18, resnet50, resnet101, mobilenetv2_100, shufflenetv2_x0_5,
