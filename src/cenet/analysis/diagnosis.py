@@ -203,6 +203,11 @@ class Layer:
             return None
         return self.participation_ratio / min(self.channels, WIDEST)
 
+    @property
+    def ce_state(self) -> str | None:
+        """Whether CE is "in place", or the norm is a "site" where insert_ce_ would put it."""
+        return "in place" if self.has_ce else "site" if self.ce_site else None
+
 
 @dataclass(frozen=True)
 class BatchNorm:

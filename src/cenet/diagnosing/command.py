@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import Tensor
 
 from cenet.analysis.diagnose import diagnose, without_prunable
-from cenet.analysis.diagnosis import FILE, Cam, Diagnosis, Images, Model, Skipped
+from cenet.analysis.diagnosis import FILE, Cam, Diagnosis, Images, Layer, Model, Skipped
 from cenet.analysis.gradcam import overlays
 from cenet.analysis.verdict import Evidence, judge
 from cenet.data.datasets import CIFAR10_FOLDER, Resident, load_test
@@ -288,20 +288,13 @@ def _layer_table(diagnosis: Diagnosis) -> Table:
         padding=(0, 1, 0, 0),
         pad_edge=False,
     )
-    table.add_column("layer", overflow="fold", ratio=1)
     with_ce = any(layer.has_ce for layer in found.layers)
-    numbers = ["map", "ch.", "dormant", "rare", "prune", "dims", "corr.", *(["λ"] * with_ce)]
-    for column in numbers:
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("CE", no_wrap=True)
+    columns = [column for column in COLUMNS if with_ce or column[0] != "λ"]
+    table.add_column("layer", overflow="fold", ratio=1)
+    for name, _ in columns:
+        table.add_column(name, justify="left" if name == "CE" else "right", no_wrap=True)
     for layer in found.layers:
-        table.add_row(
-            escape(layer.name), f"{layer.height}×{layer.width}", str(layer.channels),
-            str(len(layer.dormant)), str(len(layer.rare)), str(len(layer.prunable)),
-            _number(layer.participation_ratio, ".1f"), _number(layer.correlation),
-            *([_number(layer.mix)] * with_ce),
-            "in place" if layer.has_ce else "site" if layer.ce_site else "",
-        )  # fmt: skip
+        table.add_row(escape(layer.name), *(text(layer) for _, text in columns))
     return table
 
 
@@ -344,3 +337,17 @@ def findings(diagnosis: Diagnosis) -> list[str]:
 
 def _number(value: float | None, form: str = ".2f") -> str:
     return "" if value is None else f"{value:{form}}"
+
+
+# columns of the table after the name of the layer; λ only if a layer has CE
+COLUMNS: tuple[tuple[str, Callable[[Layer], str]], ...] = (
+    ("map", lambda layer: f"{layer.height}×{layer.width}"),
+    ("ch.", lambda layer: str(layer.channels)),
+    ("dormant", lambda layer: str(len(layer.dormant))),
+    ("rare", lambda layer: str(len(layer.rare))),
+    ("prune", lambda layer: str(len(layer.prunable))),
+    ("dims", lambda layer: _number(layer.participation_ratio, ".1f")),
+    ("corr.", lambda layer: _number(layer.correlation)),
+    ("λ", lambda layer: _number(layer.mix)),
+    ("CE", lambda layer: layer.ce_state or ""),
+)

@@ -60,11 +60,11 @@ def gamma_figure(sources: Sequence[Source]) -> Figure | None:
     """Share of channels by layer whose norm scales them to almost nothing."""
     caption = (
         "Share of channels whose |γ| is below 0.01, so that the norm's output is almost constant; "
-        f"{_most(sources, _small_gamma)}."
+        f"{_most(sources, small_gamma)}."
     )
     return _by_layer(
         sources, "gamma", "Small γ by layer", caption,
-        ("channels with |γ| < 0.01", "percent", _small_gamma),
+        ("channels with |γ| < 0.01", "percent", small_gamma),
     )  # fmt: skip
 
 
@@ -274,7 +274,8 @@ def _inhibited(layer: Layer) -> float:
     return layer.inhibited_ratio
 
 
-def _small_gamma(layer: Layer) -> float | None:
+def small_gamma(layer: Layer) -> float | None:
+    """Share of channels with |γ| < 0.01."""
     return None if layer.gamma is None else layer.gamma.share_small
 
 

@@ -12,6 +12,7 @@ from cenet.report.layers import (
     mean_correlation,
     mean_lambda,
     mean_participation,
+    small_gamma,
 )
 from cenet.report.sources import Source
 
@@ -234,24 +235,29 @@ def _plain(value: Any) -> str | None:
 
 
 def _layers(source: Source) -> Table:
-    heads: tuple[tuple[str, Kind], ...] = (
-        ("#", "number"), ("layer", "text"), ("norm", "text"), ("channels", "number"),
-        ("size", "text"), ("dormant", "number"), ("rare", "number"), ("saturated", "number"),
-        ("duplicates", "number"), ("prunable", "number"), ("dims / ch.", "percent"),
-        ("corr.", "number"), ("|γ| < 0.01", "percent"), ("CE", "text"), ("λ", "number"),
-        ("inhibited", "number"),
-    )  # fmt: skip
-    rows = [_layer(number, layer) for number, layer in enumerate(source.layers, start=1)]
-    return Table(tuple(Column(name, kind) for name, kind in heads), tuple(rows), source.name)
+    columns = (Column("#", "number"), *(Column(name, kind) for name, kind, _ in LAYER_COLUMNS))
+    rows = tuple(
+        (number, *(value(layer) for _, _, value in LAYER_COLUMNS))
+        for number, layer in enumerate(source.layers, start=1)
+    )
+    return Table(columns, rows, source.name)
 
 
-def _layer(number: int, layer: Layer) -> tuple[Cell, ...]:
-    return (
-        number, layer.name, layer.norm, layer.channels,
-        f"{layer.height}{NARROW}×{NARROW}{layer.width}", len(layer.dormant), len(layer.rare),
-        len(layer.saturated), len(layer.duplicates), len(layer.prunable),
-        layer.participation_share, layer.correlation,
-        None if layer.gamma is None else layer.gamma.share_small,
-        "in place" if layer.has_ce else "site" if layer.ce_site else None, layer.mix,
-        len(layer.inhibited),
-    )  # fmt: skip
+# columns of the table of layers, one row of this list each
+LAYER_COLUMNS: tuple[tuple[str, Kind, Callable[[Layer], Cell]], ...] = (
+    ("layer", "text", lambda layer: layer.name),
+    ("norm", "text", lambda layer: layer.norm),
+    ("channels", "number", lambda layer: layer.channels),
+    ("size", "text", lambda layer: f"{layer.height}{NARROW}×{NARROW}{layer.width}"),
+    ("dormant", "number", lambda layer: len(layer.dormant)),
+    ("rare", "number", lambda layer: len(layer.rare)),
+    ("saturated", "number", lambda layer: len(layer.saturated)),
+    ("duplicates", "number", lambda layer: len(layer.duplicates)),
+    ("prunable", "number", lambda layer: len(layer.prunable)),
+    ("dims / ch.", "percent", lambda layer: layer.participation_share),
+    ("corr.", "number", lambda layer: layer.correlation),
+    ("|γ| < 0.01", "percent", small_gamma),
+    ("CE", "text", lambda layer: layer.ce_state),
+    ("λ", "number", lambda layer: layer.mix),
+    ("inhibited", "number", lambda layer: len(layer.inhibited)),
+)
