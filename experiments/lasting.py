@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from cenet.analysis import Monitor
-from cenet.data.datasets import Resident, digits, image_folders
-from cenet.data.input_spec import input_spec_of
+from cenet.data.datasets import Resident, digits, image_folders, input_spec_of
 from cenet.data.order import seed_of
 from cenet.distributed import start
 from cenet.environment import environment

@@ -76,13 +76,12 @@ LEVELS = [
             "data.decoding",
             "data.datasets",
             "data.views",
-            "data.input_spec",
             "data.resizing",
         ),
         *("data.cuda_decoding", "data.pipeline", "data.loaders", "data"),
     ),
     (
-        *("train.training_recipe", "train.recipes", "train.options", "train.build"),
+        *("train.recipes", "train.options", "train.build"),
         *("train.cuda_graphs", "train.checkpoint", "train.times", "train.nonfinite"),
         *("train.evaluation", "train.run_log", "train.progress", "train.weights", "train.state"),
         *("train.loop", "train.classifier", "train.job", "train.command"),
@@ -200,6 +199,21 @@ def test_import_is_light_and_takes_less_than_a_second_beyond_torch():
         if float(seconds) < 1:
             break
     assert float(seconds) < 1
+
+
+@pytest.mark.slow
+def test_commands_run_through_few_files(tmp_path):
+    """How many files a reader has to open; join files of one idea before a walk gets longer."""
+    run = str(tmp_path / "run")
+    commands = {
+        ("train", "digits_ce", "--epochs", "1", "--out", run): 40,
+        ("diagnose", run, "--limit", "32", "--ablation-images", "2"): 45,
+    }
+    for arguments, most in commands.items():
+        command = [sys.executable, str(ROOT / "benchmarks" / "walk.py"), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        *_, walk = done.stdout.splitlines()
+        assert 30 < int(walk.split(" files")[0]) <= most, done.stdout
 
 
 def test_version_is_the_same_everywhere():

@@ -247,8 +247,7 @@ def evaluate(
     from cenet.distributed import is_first_process
     from cenet.run_folder import WEIGHTS
     from cenet.train.job import evaluate_run
-    from cenet.train.recipes import Recipe
-    from cenet.train.training_recipe import read_run
+    from cenet.train.recipes import Recipe, read_run
     from cenet.train.weights import read_weights
 
     try:

@@ -27,7 +27,7 @@ from cenet.run_folder import read_metrics
 from cenet.signals import Interrupted
 from cenet.train import checkpoint
 from cenet.train.nonfinite import NonFiniteLoss
-from cenet.train.training_recipe import read_run
+from cenet.train.recipes import read_run
 
 ALONE = Processes(0, 1, torch.device("cpu"))
 

@@ -9,8 +9,8 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2.functional import pil_to_tensor
 
+from cenet.data.datasets import FILES_MEAN, FILES_STD, InputSpec
 from cenet.data.decoding import read_image
-from cenet.data.input_spec import FILES_MEAN, FILES_STD, InputSpec
 from cenet.detection.coco import Faults, Record, clean
 from cenet.detection.recipes import DetectionRecipe
 from cenet.detection.synthetic import draw_shapes

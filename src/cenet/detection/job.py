@@ -23,8 +23,8 @@ from cenet.report.pages import save_page
 from cenet.run_folder import replace_file
 from cenet.train.job import Device, run_loop
 from cenet.train.loop import Loop
+from cenet.train.recipes import read_run
 from cenet.train.times import DATA, LIBRARIES, NETWORK, Clock
-from cenet.train.training_recipe import read_run
 from cenet.train.weights import read_weights
 
 PAGE = "detection.html"

@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from cenet.detection.freezing import Setting
 from cenet.detection.networks import Detector
-from cenet.train.training_recipe import (
+from cenet.train.recipes import (
     INFINITY,
     RANGES,
     Precision,

@@ -13,8 +13,7 @@ from typing_extensions import override
 
 from cenet import ops
 from cenet.analysis.monitor import Monitor
-from cenet.data.datasets import Encoded, Split, digest
-from cenet.data.input_spec import InputSpec, input_spec_of
+from cenet.data.datasets import Encoded, InputSpec, Split, digest, input_spec_of
 from cenet.data.loaders import training_loader
 from cenet.data.order import seed_of
 from cenet.distributed import Processes

@@ -17,9 +17,8 @@ from cenet.data.datasets import load, load_test
 from cenet.data.order import Shard
 from cenet.run_folder import locked
 from cenet.train.options import Options, RunOptions
-from cenet.train.recipes import Recipe
+from cenet.train.recipes import Recipe, read_run
 from cenet.train.times import DATA, LIBRARIES, NETWORK, Clock
-from cenet.train.training_recipe import read_run
 
 if TYPE_CHECKING:
     from cenet.train.loop import Loop

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from cenet.analysis.monitor import FIELDS, Values
-from cenet.data.input_spec import InputSpec
+from cenet.data.datasets import InputSpec
 from cenet.run_folder import ABOUT, CHANNELS, METRICS, METRICS_CSV, read_metrics, replace_file
-from cenet.train.training_recipe import TrainingRecipe
+from cenet.train.recipes import TrainingRecipe
 
 # columns that differ between two runs of the same recipe
 TIMES = ("seconds", "images_per_second")
