@@ -11,8 +11,7 @@ from typing import Any
 
 from cenet.analysis.diagnosis import COUNTED, FILE, Diagnosis, Layer
 from cenet.run_folder import ABOUT, CHANNELS, METRICS, read_metrics
-from cenet.train.run_log import read_run
-from cenet.train.training_recipe import TrainingRecipe
+from cenet.train.recipes import TrainingRecipe, read_run
 from experiments.catalogue import RESULTS
 from experiments.detection import last_row
 from experiments.lasting import ABOUT as LASTING

@@ -9,7 +9,7 @@ from typing_extensions import override
 from cenet.detection.recipes import RECIPES as DETECTORS
 from cenet.run_folder import WEIGHTS
 from cenet.train import RECIPES
-from cenet.train.training_recipe import TrainingRecipe
+from cenet.train.recipes import TrainingRecipe
 from experiments.lasting import ABOUT
 from experiments.lasting import Course as Tasks
 

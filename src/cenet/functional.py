@@ -56,7 +56,7 @@ class Gate(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """What `mix` applies. P is None without decorrelation, d without a per-sample term."""
+    """The map that `mix` applies. P is None without decorrelation, d without a per-sample term."""
 
     P: Tensor | None  # (G, K, K)
     d: Tensor | None  # (N, C)

@@ -144,7 +144,7 @@ def test_one_file_of_annotations_is_for_both(folder):
         ),
         (
             lambda f: (f / "annotations" / "instances_val2017.json").write_text("{}"),
-            "instances_val2017.json: these are not annotations as COCO has them",
+            "instances_val2017.json: these are not COCO annotations: there is no list",
         ),
         (
             lambda f: (f / "annotations" / "instances_val2017.json").write_text(

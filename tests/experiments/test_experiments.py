@@ -481,10 +481,10 @@ def test_both_shares_of_nonpositive_betas(tmp_path):
     filled(result, tmp_path)
     lines = result.build(Rows(tmp_path)).table
     assert [line["β ≤ 0, all batch norms"] for line in lines] == [
-        "10.0% of 1,000", "20.0% of 1,000", "30.0% of 1,000",
+        "10.0 % of 1,000", "20.0 % of 1,000", "30.0 % of 1,000",
     ]  # fmt: skip
     assert [line["β ≤ 0, directly before ReLU"] for line in lines] == [
-        "25.0% of 400", "25.2% of 400", "25.5% of 400",
+        "25.0 % of 400", "25.2 % of 400", "25.5 % of 400",
     ]  # fmt: skip
     assert [line["paper"] for line in lines] == ["76.0 %", "76.7 %", "81.8 %"]
 
@@ -504,7 +504,7 @@ def test_maps_are_averaged_over_seeds_and_compared(tmp_path):
     made = result.build(Rows(tmp_path))
     lines = [list(line.values()) for line in made.table]
     assert lines[0] == ["BN", "2", "2.500 ± 1.414", "2.000", "3.000"]
-    assert lines[1] == ["BN+CE", "1", "2.250", "2.000", "2.500", "50%"]
+    assert lines[1] == ["BN+CE", "1", "2.250", "2.000", "2.500", "50 %"]
     shown = [axes.images[0].get_array().tolist() for axes in made.figure.axes[:2]]
     assert shown == [[[2.0, 3.0]], [[2.5, 2.0]]]
     assert made.figure.axes[0].images[0].get_clim() == made.figure.axes[1].images[0].get_clim()

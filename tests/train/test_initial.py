@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from _training import ALONE, TINY, few_digits, trainer
-from cenet.data.input_spec import input_spec_of
+from cenet.data.datasets import input_spec_of
 from cenet.run_folder import WEIGHTS
 from cenet.train import RECIPES
 from cenet.train.build import build_network

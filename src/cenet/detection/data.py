@@ -9,8 +9,8 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2.functional import pil_to_tensor
 
+from cenet.data.datasets import FILES_MEAN, FILES_STD, InputSpec
 from cenet.data.decoding import read_image
-from cenet.data.input_spec import FILES_MEAN, FILES_STD, InputSpec
 from cenet.detection.coco import Faults, Record, clean
 from cenet.detection.recipes import DetectionRecipe
 from cenet.detection.synthetic import draw_shapes
@@ -24,15 +24,15 @@ ENDINGS = (b"\xff\xd9", b"IEND\xaeB`\x82")
 
 
 class Scenes(NamedTuple):
-    """Images and what is on them."""
+    """Images and their objects."""
 
     name: str
     images: list[Record]
-    objects: list[list[Record]]  # of each image
-    coco: Record  # the same, as the evaluation wants it
+    objects: list[list[Record]]  # by image
+    coco: Record  # images and objects in the format of COCO, for the evaluation
     classes: tuple[str, ...]
     labels: dict[int, int]  # from ids of categories, which may have gaps; 0 is the background
-    root: Path | None  # of the files, or
+    root: Path | None  # folder of the image files, or None with `pixels`
     pixels: list[Tensor] | None  # (3, H, W) in uint8
     faults: Faults
 
@@ -45,7 +45,7 @@ class Scenes(NamedTuple):
         return pixels
 
     def digest(self) -> str:
-        """The same for the same images and objects, wherever the files are."""
+        """A digest of images and objects that does not depend on the folder of the files."""
         found = blake2b(digest_size=16)
         for record in (*self.images, *self.coco["annotations"]):
             text = [value for key, value in record.items() if key != "segmentation"]
@@ -53,7 +53,7 @@ class Scenes(NamedTuple):
         return found.hexdigest()
 
     def report(self) -> str:
-        """What there is, and what was left out."""
+        """Numbers of images and objects, and of those that were left out, for the terminal."""
         count = sum(map(len, self.objects))
         empty = sum(not objects for objects in self.objects)
         text = f"{self.name}: {len(self.images)} images ({empty} empty), {count} objects"

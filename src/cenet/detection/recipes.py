@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from cenet.detection.freezing import Setting
 from cenet.detection.networks import Detector
-from cenet.train.training_recipe import (
+from cenet.train.recipes import (
     INFINITY,
     RANGES,
     Precision,
@@ -23,7 +23,7 @@ Dataset = Literal["coco", "shapes"]
 
 @dataclass(frozen=True)
 class DetectionRecipe(TrainingRecipe):
-    """What to train and how, for a detector.
+    """All settings that decide the numbers of a detector's training.
 
     Attributes:
         backbone: a ResNet of the paper, with CE or without.

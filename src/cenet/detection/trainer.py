@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from cenet.data.input_spec import InputSpec
+from cenet.data.datasets import InputSpec
 from cenet.data.order import seed_of
 from cenet.detection.data import SceneSplit
 from cenet.detection.evaluation import KINDS, MEASURES, evaluate

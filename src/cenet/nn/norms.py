@@ -46,7 +46,7 @@ def inner_parts(norm: nn.Module) -> tuple[str, ...]:
 
 
 def inner_activation(norm: nn.Module) -> nn.Module | None:
-    """What these parts do, as one module."""
+    """These parts as one module."""
     parts = [getattr(norm, name) for name in inner_parts(norm)]
     if not parts:
         return None

@@ -1,4 +1,4 @@
-"""Statistics of a batch: of this rank's images, or of the images of several ranks as if together.
+"""Statistics of a batch: of the images of this rank, or of the images of several ranks together.
 
 Ranks are merged by Chan's formula: the second moments inside the ranks plus those between their
 means. Images weigh by their pixels in the norm's statistics and in the covariance, and alike in s.
@@ -14,7 +14,7 @@ from cenet import functional as F
 
 
 class Statistics(NamedTuple):
-    """What a training step takes from its batch; a part that the layer does not ask for is None."""
+    """Statistics of a batch for a training step; None where the layer does not need them."""
 
     mean: Tensor | None  # (C,), for the norm
     var: Tensor | None  # (C,), biased, for the norm
@@ -35,7 +35,7 @@ class Statistics(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What a layer asks of its batch, and so what its ranks tell each other."""
+    """Which statistics a layer needs, and so the layout of the messages between ranks."""
 
     channels: int
     group_size: int | None  # None: no covariance
@@ -44,7 +44,7 @@ class Layout(NamedTuple):
     instance: bool
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the parts of a message, in order."""
+        """Shapes of the parts of a message, in order."""
         per_channel = (self.channels,)
         shapes: dict[str, tuple[int, ...]] = {"counts": (3,)}
         if self.group_size is not None:
@@ -77,7 +77,7 @@ def of_rank(moments: F.Moments, instance_var: Tensor | None, *, norm: bool) -> S
 def message(
     x: Tensor, moments: F.Moments | None, instance_var: Tensor | None, layout: Layout
 ) -> Tensor:
-    """What this rank tells the others of its images x: one vector, `layout.size()` long."""
+    """The statistics of this rank's images x as one vector, `layout.size()` long."""
     if x.numel() == 0:
         # zeros that depend on x, so that a rank without images joins the backward pass, too
         return x.new_zeros(layout.size()) + x.sum()

@@ -16,12 +16,11 @@ from timm.scheduler.scheduler import Scheduler
 from torch import nn
 from torch.optim import Optimizer
 
-from cenet.data.input_spec import InputSpec
+from cenet.data.datasets import InputSpec
 from cenet.models import create_model
 from cenet.nn import ce_layers, convert_sync_ce
 from cenet.ops import backend
-from cenet.train.recipes import RD_RATIO, Recipe
-from cenet.train.training_recipe import TrainingRecipe
+from cenet.train.recipes import RD_RATIO, Recipe, TrainingRecipe
 
 PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 # λ and α, which the paper does not decay

@@ -13,11 +13,11 @@ from typing_extensions import override
 
 from cenet import ops
 from cenet.analysis.monitor import Monitor
-from cenet.data.datasets import Encoded, Split, digest
-from cenet.data.input_spec import InputSpec, input_spec_of
+from cenet.data.datasets import Encoded, InputSpec, Split, digest, input_spec_of
 from cenet.data.loaders import training_loader
 from cenet.data.order import seed_of
 from cenet.distributed import Processes
+from cenet.formatting import percent
 from cenet.nn import ce_layers
 from cenet.train.build import (
     autocast,
@@ -189,7 +189,7 @@ class Trainer(Loop):
 
     @override
     def note(self, sums: list[float]) -> str:
-        return f"top-1 {sums[1] / sums[2]:.2%}"
+        return f"top-1 {percent(sums[1] / sums[2], '.2f')}"
 
     @override
     def test(self) -> dict[str, Any]:
@@ -198,7 +198,8 @@ class Trainer(Loop):
     @override
     def line(self, row: dict[str, Any]) -> str:
         images = "held-out" if self.recipe.holdout > 0 else "test"
-        return f"{images} loss {row['test_loss']:.4f}, top-1 {row['test_top1']:.2%}"
+        top1 = percent(row["test_top1"], ".2f")
+        return f"{images} loss {row['test_loss']:.4f}, top-1 {top1}"
 
 
 def _network(

@@ -12,6 +12,7 @@ import tyro
 
 import cenet.signals as signals
 from cenet.distributed import is_first_process, rank
+from cenet.formatting import percent
 from cenet.signals import Interrupted
 from cenet.train.job import Job, train
 from cenet.train.nonfinite import DIVERGED, NonFiniteLoss
@@ -73,10 +74,10 @@ def run(job: Job) -> None:
         images, note = "test", ""
         if share := job.recipe.holdout:
             images, note = "held-out", f"of training images held out by --holdout {share:g}; "
+        top1, top5 = (percent(row[name], ".2f") for name in ("test_top1", "test_top5"))
         print(
-            f"epoch {row['epoch']}: {images} top-1 {row['test_top1']:.2%}, top-5 "
-            f"{row['test_top5']:.2%}, loss {row['test_loss']:.4f}; {note}everything is in "
-            f"{job.options.out}"
+            f"epoch {row['epoch']}: {images} top-1 {top1}, top-5 {top5}, "
+            f"loss {row['test_loss']:.4f}; {note}everything is in {job.options.out}"
         )
 
 

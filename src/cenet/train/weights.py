@@ -9,13 +9,11 @@ from torch import Tensor, nn
 
 import cenet.train.checkpoint as checkpoint
 from cenet.checkpoints import SHOWN, digest, load_state_, read_state
-from cenet.data.input_spec import InputSpec
+from cenet.data.datasets import InputSpec
 from cenet.nn import NormCE2d
 from cenet.run_folder import WEIGHTS, replace_file
 from cenet.train.build import build_network
-from cenet.train.recipes import Recipe
-from cenet.train.run_log import read_run
-from cenet.train.training_recipe import TrainingRecipe
+from cenet.train.recipes import Recipe, TrainingRecipe, read_run
 
 
 def write_weights(
