@@ -105,17 +105,35 @@ class EquilibriumLayer(nn.Module):
         # cast once: the two gradients of x are then added before they are rounded
         values = x.to(F.statistics_dtype(x))
         scale = values.new_ones(self.num_features)
-        moments = self.measure(values, batch=batch and x.numel() > 0)
-        statistics = self.summarize(values, moments, norm=False) if batch else None
-        coefficients = self.coefficients(moments, scale, torch.zeros_like(scale), statistics)
+        shift, offset, center = torch.zeros_like(scale), None, None
+        if batch and x.numel() > 0:
+            values, offset, center = F.centered(values)
+            shift = offset + center
+        moments = self.measure(values, batch=batch and x.numel() > 0, offset=offset)
+        statistics = self.summarize(values, moments, center, norm=False) if batch else None
+        coefficients = self.coefficients(moments, scale, shift, statistics)
         return finish(F.mix(values, *coefficients).to(x.dtype), act, residual)
 
     def branches(self) -> fused.Branches:
         """The parts of this layer, for the kernels."""
         raise NotImplementedError
 
-    def measure(self, x: Tensor, *, batch: bool, sign: Tensor | None = None) -> F.Moments | None:
-        """Take the moments of x that `coefficients` will ask for, or None if it needs none."""
+    def measure(
+        self,
+        x: Tensor,
+        *,
+        batch: bool,
+        offset: Tensor | None,
+        sign: Tensor | None = None,
+    ) -> F.Moments | None:
+        """Take the moments that `coefficients` will ask for, or None if it needs none.
+
+        Args:
+            x: the images, or their centered values.
+            batch: the statistics of the batch are asked for, too.
+            offset: that of the centered values; None if x is not centered.
+            sign: of the norm's scale, where the covariance is taken after pooling.
+        """
         raise NotImplementedError
 
     def instance_var(self, moments: F.Moments | None) -> Tensor | None:
@@ -136,12 +154,15 @@ class EquilibriumLayer(nn.Module):
         """
         raise NotImplementedError
 
-    def summarize(self, x: Tensor, moments: F.Moments | None, *, norm: bool) -> Statistics:
+    def summarize(
+        self, x: Tensor, moments: F.Moments | None, center: Tensor | None, *, norm: bool
+    ) -> Statistics:
         """Statistics of the batch, over all ranks if the layer is synchronized.
 
         Args:
             x: the images of this rank.
             moments: their moments; None without images.
+            center: (C,), what the means of `moments` are relative to; None for zero.
             norm: whether to include the statistics of a batch norm.
         """
         instance_var = self.instance_var(moments)
@@ -150,7 +171,8 @@ class EquilibriumLayer(nn.Module):
             assert moments is not None
             return of_rank(moments, instance_var, norm=norm)
         layout = self.layout(norm=norm)
-        return merge(gather(message(x, moments, instance_var, layout), ranks), layout)
+        told = message(x, moments, center, instance_var, layout)
+        return merge(gather(told, ranks), layout, center)
 
     def layout(self, *, norm: bool) -> Layout:
         """The statistics that this layer, and the batch norm joined with it, take of a batch."""

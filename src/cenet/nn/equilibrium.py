@@ -94,10 +94,12 @@ class ChannelEquilibrium2d(EquilibriumLayer):
         """λ, the share of batch decorrelation."""
         return self.mix_logit.sigmoid().squeeze(0)
 
-    def measure(self, x: Tensor, *, batch: bool, sign: Tensor | None = None) -> F.Moments | None:
-        """Take instance variances, and with `batch` the covariance."""
+    @override
+    def measure(
+        self, x: Tensor, *, batch: bool, offset: Tensor | None, sign: Tensor | None = None
+    ) -> F.Moments | None:
         branch = self.bd if batch else self.ir
-        return branch.measure(x, batch=batch, sign=sign)
+        return branch.measure(x, batch=batch, offset=offset, sign=sign)
 
     @override
     def coefficients(
@@ -204,9 +206,11 @@ class BatchDecorrelation2d(EquilibriumLayer):
             "num_batches_tracked", torch.tensor(0, dtype=torch.long, device=device)
         )
 
-    def measure(self, x: Tensor, *, batch: bool, sign: Tensor | None = None) -> F.Moments | None:
-        """Take the covariance with `batch`, nothing otherwise."""
-        return F.moments(x, self.group_size, self.pool, sign) if batch else None
+    @override
+    def measure(
+        self, x: Tensor, *, batch: bool, offset: Tensor | None, sign: Tensor | None = None
+    ) -> F.Moments | None:
+        return F.moments(x, self.group_size, self.pool, sign, offset) if batch else None
 
     def inv_sqrt(self, scale: Tensor, statistics: Statistics | None) -> Tensor:
         """W of the batch with these statistics; its running average if they are None."""
@@ -327,9 +331,11 @@ class InstanceReweighting2d(EquilibriumLayer):
         """The gate's weights."""
         return F.Gate(self.fc1.weight, self.norm.weight, self.norm.bias, self.fc2.weight)
 
-    def measure(self, x: Tensor, *, batch: bool, sign: Tensor | None = None) -> F.Moments | None:
-        """Take the instance variances."""
-        return F.moments(x, group_size=None)
+    @override
+    def measure(
+        self, x: Tensor, *, batch: bool, offset: Tensor | None, sign: Tensor | None = None
+    ) -> F.Moments | None:
+        return F.moments(x, group_size=None, offset=offset)
 
     @override
     def instance_var(self, moments: F.Moments | None) -> Tensor:
