@@ -152,9 +152,11 @@ def _no_spread(means: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     return statistics._average(means, counts), torch.zeros_like(means)
 
 
-def _with_counts(order: tuple[int, int, int], messages: Tensor, layout: Any) -> Any:
+def _with_counts(
+    order: tuple[int, int, int], messages: Tensor, layout: Any, center: Tensor | None
+) -> Any:
     counts, rest = messages[:, :3], messages[:, 3:]
-    return statistics.merge(torch.cat([counts[:, list(order)], rest], 1), layout)
+    return statistics.merge(torch.cat([counts[:, list(order)], rest], 1), layout, center)
 
 
 class _OwnGradientOnly:
