@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from experiments.accuracy import Line, accuracy_table
 from experiments.detection import Line as Detection
-from experiments.detection import detection_table
+from experiments.detection import detection_comparison, detection_table
 from experiments.figures import ablation, bars, curves, sweep
 from experiments.inference import Line as Cost
 from experiments.inference import inference_table
@@ -295,6 +295,13 @@ OURS: tuple[Result, ...] = (
         "transfer", "CE in a trained network: ResNet-18, Tiny ImageNet-100, 8 more epochs",
         "does a trained network gain more from further training if it gets CE as an identity?",
         "tiny_resnet18", 3,
+    ),
+    detection_comparison(
+        "coco128", "Mask R-CNN from Tiny ImageNet classifiers: 96 images of COCO, 32 to test",
+        "do classifiers hand their weights to detectors, with CE and without? (no comparison)",
+        (Detection("plain", "coco128_plain", "tiny_resnet50_plain"),
+         Detection("CE", "coco128_ce", "tiny_resnet50_ce")),
+        GRID, 3,
     ),
     lasting(
         "lasting", "Learning that lasts: VGG-16, 10,000 images of CIFAR-10 (JPEG copy)",

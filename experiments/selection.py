@@ -119,7 +119,7 @@ def selection(
 ) -> Result:  # fmt: skip
     """What is built of runs whose settings the trials of a grid choose."""
     trials = tuple(run for line in lines for run in grid.trials(line.recipe))
-    then = partial(_next_runs, lines, grid, seeds)
+    then = partial(next_runs, [line.recipe for line in lines], grid, seeds)
     return Result(name, title, claim, trials, build, then=then, later=seeds * len(lines))
 
 
@@ -136,13 +136,13 @@ def finals(recipe: str, grid: Grid, seeds: int, rows: Rows) -> list[Run]:
     return [] if best is None else runs(recipe, seeds, **dict(best))
 
 
-def _next_runs(lines: Sequence[Line], grid: Grid, seeds: int, rows: Rows) -> list[Run]:
-    """Of each line, the trials beyond the grid, or the runs of the table once there are none."""
+def next_runs(recipes: Sequence[str], grid: Grid, seeds: int, rows: Rows) -> list[Run]:
+    """Of each recipe, the trials beyond the grid, or the runs of the table once there are none."""
     found: list[Run] = []
-    for line in lines:
-        best, missing = grid.search(line.recipe, rows)
+    for recipe in recipes:
+        best, missing = grid.search(recipe, rows)
         if best is not None:
-            found += missing or finals(line.recipe, grid, seeds, rows)
+            found += missing or finals(recipe, grid, seeds, rows)
     return found
 
 

@@ -12,6 +12,7 @@ from itertools import chain, product
 from pathlib import Path
 
 import pytest
+import torch
 from experiments import building, costs, drawing, tables, uncertainty
 from experiments.__main__ import main as driver
 from experiments.__main__ import parse as parse_driver
@@ -30,14 +31,18 @@ from scipy import stats
 from torch import nn
 
 import cenet
+from cenet.data.input_spec import FILES_MEAN, FILES_STD, InputSpec
 from cenet.detection.command import parse as parse_detector
+from cenet.detection.recipes import RECIPES as DETECTORS
+from cenet.detection.trainer import build_detector
 from cenet.diagnosing.command import diagnose_named
 from cenet.models.cost import PAPER_GFLOPS as NETWORKS
 from cenet.train import RECIPES
+from cenet.train.build import build_network
 from cenet.train.command import parse
 from cenet.train.job import Job, train
 from cenet.train.options import Options
-from cenet.train.weights import load_run
+from cenet.train.weights import load_run, write_weights
 
 ROOT = Path(__file__).parents[2]
 EVERY = list(dict.fromkeys(run for result in RESULTS.values() for run in result.needs))
@@ -53,7 +58,7 @@ def start(*arguments):
 def test_commands_ask_for_the_runs_of_the_paper(result, on_gpu, monkeypatch, tmp_path):
     """At the configuration users run; parsing stops before training."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: on_gpu)
-    data = dict.fromkeys(("imagenet", "tinyimagenet", "cifar10", "coco"), tmp_path)
+    data = dict.fromkeys(("imagenet", "tinyimagenet", "cifar10", "coco", "coco128"), tmp_path)
     settings = Settings(data=data, runs=tmp_path, options=("--workers", "7"))
     for run in result.needs:
         command = settings.training(run)
@@ -65,6 +70,7 @@ def test_commands_ask_for_the_runs_of_the_paper(result, on_gpu, monkeypatch, tmp
         if isinstance(run, DetectorRun):
             job = parse_detector(command[2:])
             assert job.checkpoint == tmp_path / run.begins_with.name / "weights.safetensors"
+            assert job.options.evaluate_every == job.recipe.epochs
         else:
             job = parse(command[1:])
             assert job.options.cuda_graphs == (on_gpu and not run.watched)
@@ -246,7 +252,8 @@ def fill(run: Run, share: float, folder: Path) -> None:
         return
     if isinstance(run, DetectorRun):
         columns = [f"{k}_ap{t}" for k in ("box", "mask") for t in ("", "50", "75")]
-        tables.add({"detections": [own | dict.fromkeys(columns, share)]}, folder)
+        losses = {"train_loss": 1 + share}
+        tables.add({"detections": [own | dict.fromkeys(columns, share) | losses]}, folder)
         return
     for column in ("train_loss", "test_loss", "dormant_strict", "rare", "weak_contribution",
                    "prunable", "duplicates", "participation_share", "correlation", "gini",
@@ -358,6 +365,112 @@ def test_settings_beyond_the_grid_are_tried_as_long_as_they_are_better(tmp_path)
     }
     cells = result.build(Rows(tmp_path)).table[line]
     assert (cells["learning rate"], cells["weight decay"]) == ("0.4", "0.0005")
+
+
+def chosen_detectors(folder):
+    """Those of coco128; the best settings are 0.1, 5e-4, and nothing around them is better."""
+    result, told = RESULTS["coco128"], set()
+    while trials := {*result.needs, *result.then(Rows(folder))} - told:
+        if not any(run.is_trial for run in trials):
+            break
+        for run in trials:
+            best = (run.made.lr, run.made.weight_decay) == (0.1, 5e-4)
+            tables.add({"trials": [row(run.name, top1=0.6 if best else 0.5)]}, folder)
+        told |= trials
+    assert len(told) == 2 * (6 + 1)  # the grid, and one step beyond its edge
+    return [run for run in result.then(Rows(folder)) if isinstance(run, DetectorRun)]
+
+
+def test_detectors_begin_with_classifiers_at_their_best_settings(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    rows = tmp_path / "rows"
+    assert not any(isinstance(run, DetectorRun) for run in RESULTS["coco128"].then(Rows(rows)))
+    found = chosen_detectors(rows)
+    assert [run.name for run in found] == [
+        f"detect_coco128_{side}-seed{seed}" for side in ("plain", "ce") for seed in range(3)
+    ]
+    settings = Settings(data={"coco128": tmp_path}, runs=tmp_path / "runs")
+    for run in found:
+        side = run.recipe.removeprefix("coco128_")
+        first = f"tiny_resnet50_{side}-seed{run.seed}"  # 0.1 and 5e-4 are the recipe's own
+        job = parse_detector(settings.training(run)[2:])
+        assert job.checkpoint == tmp_path / "runs" / first / "weights.safetensors"
+        assert job.recipe.backbone == ("ceresnet50" if side == "ce" else "resnet50")
+        assert (job.recipe.setting, job.recipe.holdout) == ("frozen", 0.25)
+        assert (job.recipe.epochs, job.options.evaluate_every) == (60, 60)
+        assert job.data == tmp_path
+        assert not run.is_trial
+        assert "weights of tiny_resnet50" in settings.lacks(run)
+
+
+def test_detectors_are_compared_seed_by_seed(tmp_path):
+    for run in chosen_detectors(tmp_path):
+        own = {"plain": 0.01, "ce": 0.03}[run.recipe.removeprefix("coco128_")] + 0.01 * run.seed
+        values = {f"{kind}_ap{level}": own for kind in ("box", "mask") for level in ("", "50")}
+        tables.add({"detections": [row(run.name, **values, train_loss=2.0)]}, tmp_path)
+    plain, ce = RESULTS["coco128"].build(Rows(tmp_path)).table
+    assert (plain["n"], plain["AP box"], ce["AP box"]) == ("3", "2.0 ± 1.0", "4.0 ± 1.0")
+    assert (plain["AP mask against the first (95 %)"], ce["training loss"]) == ("", "2.000 ± 0.000")
+    assert ce["AP mask against the first (95 %)"] == "+2.0 (+2.0 to +2.0)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", ["plain", "ce"])
+def test_weights_of_a_tiny_imagenet_classifier_fit_the_detector(side, tmp_path):
+    recipe = RECIPES[f"tiny_resnet50_{side}"]
+    inputs = InputSpec(("cat", "dog"), FILES_MEAN, FILES_STD)
+    network, file = build_network(recipe, inputs), tmp_path / "weights.safetensors"
+    write_weights(file, network, recipe, inputs)
+    found = build_detector(DETECTORS[f"coco128_{side}"], inputs, file).backbone.body.state_dict()
+    last = [name for name in network.state_dict() if "layer4.2.conv3" in name]
+    for name in ("conv1.weight", *last):
+        assert torch.equal(found[name], network.state_dict()[name])
+
+
+def test_a_classifier_whose_weights_are_gone_is_trained_again_and_not_counted_twice(
+    tmp_path, monkeypatch, capsys
+):
+    """Its rows came from a machine that is gone; the run that begins with it is missing."""
+    first = Run("digits_plain", changes=(("epochs", 1), ("warmup_epochs", 0)))
+    then = replace(first, begins_with=first)
+    result = Result("two", "two", "", (first, then), build=lambda rows: building.Built([]))
+    monkeypatch.setitem(RESULTS, "two", result)
+    tables.add({"runs": [row(first.name, top1=0.25)]}, tmp_path / "rows")
+    started = []
+    monkeypatch.setattr(
+        "experiments.scheduling.collect",
+        lambda run, *_: {"runs": [row(run.name, top1=0.75)]},
+    )
+    monkeypatch.setattr(Schedule, "_start", lambda self, run, kind, *_: (
+        started.append((run.name, kind)), finish(self, run, kind)))  # fmt: skip
+
+    def finish(schedule, run, kind):
+        folder = schedule.settings.folder(run)
+        folder.mkdir(exist_ok=True)
+        (folder / ("weights.safetensors" if kind == "train" else "diagnosis.json")).touch()
+        schedule.under_way[run] = (kind, Ended())
+
+    folders = ("--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "rows"))
+    arguments = ["experiments", "train", "two", "--device", "cpu", *folders]
+    monkeypatch.setattr(sys, "argv", arguments)
+    driver()
+    assert started == [(first.name, "train"), (then.name, "train"), (then.name, "diagnose")]
+    assert "left out" not in capsys.readouterr().out
+    found = {own["name"]: own["top1"] for own in tables.read("runs", tmp_path / "rows")}
+    assert found == {first.name: "0.25", then.name: "0.75"}
+
+
+class Ended:
+    """A command that has ended well."""
+
+    def poll(self):
+        return 0
+
+    def send_signal(self, number):
+        pass
+
+    def wait(self):
+        pass
 
 
 def test_a_command_has_the_arguments_log_and_exit_code_of_a_process_of_its_own(tmp_path):
@@ -640,6 +753,19 @@ def test_wrong_arguments(arguments, message, monkeypatch, capsys):
         parse_driver()
     assert left.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("columns", [80, 120, 200])
+def test_the_list_has_a_line_for_each_result(columns, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys, "argv", ["experiments", "list"])
+    driver()
+    lines = capsys.readouterr().out.splitlines()
+    body = [line for line in lines if line.startswith("│")]
+    assert [line.split()[1] for line in body] == [*RESULTS]
+    assert max(map(len, lines)) <= columns
+    assert ("Fig. 1 a: norms" in body[0]) == (columns >= 120)
+    assert all("…" not in line for line in body) or columns == 120
 
 
 def test_the_dry_run_lists_every_run(tmp_path, monkeypatch, capsys):
