@@ -485,6 +485,18 @@ def test_a_command_has_the_arguments_log_and_exit_code_of_a_process_of_its_own(t
     assert lines[-1].startswith("'nothing' is not a recipe")
 
 
+def test_a_command_starts_processes_as_one_of_its_own_does(tmp_path, monkeypatch):
+    """Data loaders pass their images on by fork, where that is the default."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "says.py").write_text("import multiprocessing as m; print(m.get_start_method())")
+    command = Command("says", [], tmp_path / "log")
+    command.wait()
+    alone = subprocess.run(
+        [sys.executable, tmp_path / "says.py"], capture_output=True, text=True, check=True
+    )
+    assert (tmp_path / "log").read_text() == alone.stdout
+
+
 def test_a_trial_that_diverges_is_the_worst_of_all(tmp_path):
     """A run of the table that diverges is named; a trial says that its settings are no good."""
     found = {}
