@@ -10,7 +10,8 @@ from experiments.inference import Line as Cost
 from experiments.inference import inference_table
 from experiments.lasting_result import lasting
 from experiments.looking import gradcam, magnitude
-from experiments.measures_table import measures
+from experiments.measures_table import measures, selected_measures
+from experiments.mixing import mixing
 from experiments.result import Result
 from experiments.selection import Grid, selected_table
 from experiments.special import betas, correlation, label_corruption
@@ -268,6 +269,22 @@ OURS: tuple[Result, ...] = (
         "tiny_resnets", "ResNets, Tiny ImageNet-100 (first 100 wnids)",
         "is CE more accurate than the plain network and than SE, each at its best settings?",
         _lines(RESNETS, BLOCKS), GRID, 5,
+    ),
+    *(
+        selected_measures(
+            f"measures_{network.removeprefix('tiny_')}",
+            f"{title}, Tiny ImageNet-100: every measure of channels",
+            "does CE wake channels up, and makes it them less redundant?",
+            _lines([(title, network)], BLOCKS), GRID, 5,
+        )
+        for title, network in RESNETS
+    ),
+    mixing(
+        "fig_lambda", "λ of CE by layer, and while networks train",
+        "how much does CE take from the batch (λ), and how much from the image (1 − λ)?",
+        [Line("VGG-16, CIFAR-10", "CE", "vgg16_ce")],
+        [Line(f"{title}, Tiny ImageNet-100", "CE", f"{network}_ce") for title, network in RESNETS],
+        GRID, 5,
     ),
     selected_table(
         "tiny_small", "Small networks, Tiny ImageNet-100 (first 100 wnids)",

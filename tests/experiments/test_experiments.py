@@ -17,10 +17,11 @@ from experiments import building, costs, drawing, tables, uncertainty
 from experiments.__main__ import main as driver
 from experiments.__main__ import parse as parse_driver
 from experiments.catalogue import GRID, RESULTS
-from experiments.collecting import collect, parts_of
+from experiments.collecting import _lambdas, collect, parts_of
 from experiments.lasting import parse as parse_tasks
 from experiments.lasting_result import CASES
 from experiments.launching import Command
+from experiments.measures_table import ABLATION, MEASURES
 from experiments.result import Result, Rows
 from experiments.runs import LOOK_EVERY, DetectorRun, LastingRun, Run, runs
 from experiments.scheduling import Schedule, Settings, state
@@ -257,7 +258,7 @@ def fill(run: Run, share: float, folder: Path) -> None:
         return
     for column in ("train_loss", "test_loss", "dormant_strict", "rare", "weak_contribution",
                    "prunable", "duplicates", "participation_share", "correlation", "gini",
-                   "mean_activation"):  # fmt: skip
+                   "mean_activation", "correlation_in_groups"):  # fmt: skip
         own[column] = share
     place = round(1000 * share)
     own |= {"betas": 1000, "betas_nonpositive": 100 * place, "relu_betas": 400,
@@ -268,8 +269,12 @@ def fill(run: Run, share: float, folder: Path) -> None:
     ratios = [i / 10 for i in range(11)]
     found = {
         "runs": [own],
-        "layers": [name | {"layer": i, "channels": 64, "correlation": share * (i + 1),
-                           "correlation_in_groups": share} for i in range(6)],
+        "layers": [name | {"layer": i, "title": f"l{i}", "channels": 64,
+                           "correlation": share * (i + 1), "correlation_in_groups": share,
+                           "participation_share": share, "lambda": i * share if i % 2 else ""}
+                   for i in range(6)],
+        "lambdas": [name | {"epoch": e, "layer": f"l{i}", "lambda": (i + e) / 10}
+                    for e in (1, 2) for i in (1, 3, 5)],
         "epochs": [name | {"epoch": e, "train_top1": 0.2 * e, "test_top1": 0.1 * e,
                            "train_loss": 1 / e} for e in range(1, 4)],
         "ablation": [name | {"ratio": r, "random": 0.9 - r * share,
@@ -293,7 +298,9 @@ def test_everything_is_built_of_all_runs(result, tmp_path):
     assert "not run" not in text
     assert text.count("\n") == len(made.table) + 1
     assert "not chosen" not in text
-    drawn = result.name.startswith("fig") or result.name in ("lasting", "learning_speed")
+    drawn = result.name.startswith(("fig", "measures_")) or result.name in (
+        "lasting", "learning_speed",
+    )  # fmt: skip
     assert (made.figure is not None) == drawn
     building.write({result.name: made}, tmp_path / "one")
     again = result.build(Rows(tmp_path))
@@ -589,6 +596,62 @@ def test_the_rate_over_many_tasks_is_the_best_of_a_seed_that_counts_no_more(tmp_
     assert {run.made.lr for run in found} == {0.02}
 
 
+def test_measures_of_several_networks_are_compared_with_the_first(tmp_path):
+    """Of the seeds that all have; measures that some run has not are left out."""
+    result = RESULTS["measures_resnet18"]
+    for run in result.needs:
+        top1 = 0.6 if (run.made.lr, run.made.weight_decay) == (0.1, 5e-4) else 0.5
+        tables.add({"trials": [row(run.name, top1=top1)]}, tmp_path)
+    beyond = [run for run in result.then(Rows(tmp_path)) if run.is_trial]
+    for run in beyond:
+        tables.add({"trials": [row(run.name, top1=0.1)]}, tmp_path)
+    dormant = {"plain": (0.1, 0.2, 0.3), "se": (0.2, 0.3, 0.4), "ce": (0.4, 0.6)}
+    for side, values in dormant.items():
+        for seed, value in enumerate(values):
+            name = f"tiny_resnet18_{side}-seed{seed}"
+            gini = "" if (side, seed) == ("ce", 1) else 0.5
+            own = row(name, dormant=value, gini=gini)
+            own |= {
+                measure.column: 0.0
+                for measure in MEASURES
+                if measure.column not in own and measure.column not in ABLATION
+            }
+            tables.add({"runs": [own]}, tmp_path)
+    made = result.build(Rows(tmp_path))
+    (line,) = (line for line in made.table if line["n = 2 seeds"] == "dormant, all layers")
+    assert list(line.values())[1:] == [
+        "15.00 ± 7.07 %", "25.00 ± 7.07 %", "50.00 ± 14.14 %",
+        "+10.00 (+10.00 to +10.00)", "+35.00 (−28.53 to +98.53)",
+    ]  # fmt: skip
+    assert list(line)[-2:] == ["SE − plain, 95 % interval", "CE − plain, 95 % interval"]
+    texts = {line["n = 2 seeds"] for line in made.table}
+    assert len(texts) == len(MEASURES) - len(ABLATION) - 1
+    assert not any("Gini" in text for text in texts)
+
+
+def test_lambda_by_layer_and_while_training(tmp_path):
+    result = RESULTS["fig_lambda"]
+    for seed, (one, other) in enumerate(((0.2, 0.9), (0.4, 0.7))):
+        name = {"name": f"vgg16_ce-seed{seed}"}
+        layers = [name | {"title": title, "lambda": value}
+                  for title, value in (("a", one), ("without", ""), ("b", other))]  # fmt: skip
+        # in training, the record of the second seed ends with the other's layer a at 0.8
+        lambdas = [name | {"epoch": e, "layer": layer, "lambda": 0.5 + e * way * (1 + seed) / 10}
+                   for e in (1, 2) for layer, way in (("a", 1), ("b", -1))]  # fmt: skip
+        found = {"runs": [row(name["name"])], "layers": layers, "lambdas": lambdas}
+        tables.add(found, tmp_path)
+    made = result.build(Rows(tmp_path))
+    line = made.table[0]
+    assert (line["n"], line["CE layers"], line["λ, mean of layers"]) == ("2", "2", "0.550 ± 0.000")
+    assert line["smallest λ of a layer"] == "0.300 ± 0.141 (`a`)"
+    assert line["largest λ of a layer"] == "0.800 ± 0.141 (`b`)"
+    after, training = made.figure.axes
+    assert [list(dots.get_ydata()) for dots in after.lines] == [[0.2, 0.4], [0.9, 0.7]]
+    drawn = [(list(one.get_xdata()), list(one.get_ydata())) for one in training.lines]
+    assert drawn == [([1, 2], pytest.approx([0.65, 0.8])), ([1, 2], pytest.approx([0.35, 0.2]))]
+    drawing.plt.close(made.figure)
+
+
 def test_both_shares_of_nonpositive_betas(tmp_path):
     result = RESULTS["table_beta"]
     filled(result, tmp_path)
@@ -650,6 +713,11 @@ def test_a_run_leaves_rows_with_the_columns_of_the_committed_ones(tmp_path):
     for table in ("runs", "layers", "ablation"):
         assert list(rows[table][0]) == list(tables.read(table)[0]), table
     assert {row["images"] for row in rows["ablation"]} == {found.data.images}
+    kept = {row["layer"]: row["lambda"] for row in rows["lambdas"]}
+    assert {row["epoch"] for row in rows["lambdas"]} == {1}
+    assert sorted(kept.values()) == sorted(
+        layer.mix for layer in found.layers if layer.mix is not None
+    )
     (own,) = rows["runs"]
     network = load_run(tmp_path)
     norms = [norm for norm in network.modules() if isinstance(norm, nn.BatchNorm2d)]
@@ -675,6 +743,16 @@ def test_a_run_leaves_rows_with_the_columns_of_the_committed_ones(tmp_path):
     (tmp_path / "diagnosis.json").write_text(json.dumps(content | {"version": 2}))
     with pytest.raises(ValueError, match=r"is of an earlier version .*; remove it, and the same"):
         collect(run, tmp_path, "command")
+
+
+@pytest.mark.parametrize(("epochs", "kept"), [(3, [1, 2, 3]), (49, [1, *range(2, 49, 2), 49])])
+def test_lambda_is_kept_of_some_epochs(epochs, kept):
+    metrics = [
+        {"epoch": e, "train_loss": 1.0, "lambda/a.bn": e / 100} for e in range(1, epochs + 1)
+    ]
+    assert _lambdas(metrics) == [
+        {"epoch": e, "layer": "a.bn", "lambda": e / 100} for e in kept
+    ]  # fmt: skip
 
 
 def test_images_of_the_ablation(tmp_path):
