@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 import experiments
-from experiments.building import PAGES, ROOT, built, page_with, write
+from experiments.building import PAGES, ROOT, built, page_built, write
 from experiments.catalogue import RESULTS
 from experiments.costs import in_words, seconds
 from experiments.result import Result, Rows
@@ -226,8 +226,8 @@ def build(chosen: dict[str, Result], arguments: argparse.Namespace) -> None:
     for page in PAGES:
         own = arguments.out / page.relative_to(ROOT)
         text = own.read_text()
-        if page_with(text, made) != text:
-            own.write_text(page_with(text, made))
+        if (new := page_built(page, text, made)) != text:
+            own.write_text(new)
             print(f"wrote {own}")
 
 

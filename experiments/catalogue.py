@@ -12,10 +12,12 @@ from experiments.lasting_result import lasting
 from experiments.looking import gradcam, magnitude
 from experiments.measures_table import measures, selected_measures
 from experiments.mixing import mixing
-from experiments.result import Result
-from experiments.selection import Grid, selected_table
+from experiments.result import Result, Rows
+from experiments.runs import runs
+from experiments.selection import Grid, finals, selected_table, settings_table
 from experiments.special import betas, correlation, label_corruption
 from experiments.speed import learning_speed
+from experiments.summary import Comparison, Sides, summary
 from experiments.transfer import transfer
 
 VGG_SEEDS = 5
@@ -244,7 +246,32 @@ def _lines(networks: Sequence[tuple[str, str]], rows: Sequence[tuple[str, str]])
     ]
 
 
+def _vgg(rows: Rows) -> Sides:
+    return {"plain": runs("vgg16_plain", VGG_SEEDS), "CE": runs("vgg16_ce", VGG_SEEDS)}
+
+
+def _tiny(title: str, network: str, seeds: int) -> Comparison:
+    def sides(rows: Rows) -> Sides:
+        return {label: finals(f"{network}_{row}", GRID, seeds, rows) for label, row in BLOCKS}
+
+    return Comparison(f"{title}, Tiny ImageNet-100", sides)
+
+
 OURS: tuple[Result, ...] = (
+    summary(
+        "main", "Top-1 without anything, with SE and with CE: all networks over seeds",
+        "does CE help?",
+        [
+            Comparison("VGG-16, CIFAR-10 (JPEG copy)", _vgg),
+            *(_tiny(*network, 5) for network in RESNETS),
+            *(_tiny(*network, 3) for network in SMALL),
+        ],
+    ),
+    settings_table(
+        "settings", "Learning rate and weight decay that were tried, Tiny ImageNet-100",
+        "which settings suit the plain network, SE and CE?",
+        _lines(RESNETS, BLOCKS), GRID,
+    ),
     measures(
         "vgg16", "VGG-16, CIFAR-10 (JPEG copy): accuracy and every measure of channels",
         "does CE wake channels up, and does it help?",

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -232,6 +233,9 @@ def filled(result: Result, folder: Path) -> None:
         for place, run in enumerate(found, done):
             fill(run, (place + 1) / 1000, folder)
         done += len(found)
+    if result.name == "main":
+        for name in ("vgg16", "tiny_resnets", "tiny_small"):
+            filled(RESULTS[name], folder)
     if result.name == "table_cost":
         with (folder / "inference.csv").open("w", newline="") as file:
             writer = csv.writer(file)
@@ -299,7 +303,7 @@ def test_everything_is_built_of_all_runs(result, tmp_path):
     assert text.count("\n") == len(made.table) + 1
     assert "not chosen" not in text
     drawn = result.name.startswith(("fig", "measures_")) or result.name in (
-        "lasting", "learning_speed",
+        "lasting", "learning_speed", "main",
     )  # fmt: skip
     assert (made.figure is not None) == drawn
     building.write({result.name: made}, tmp_path / "one")
@@ -629,6 +633,47 @@ def test_measures_of_several_networks_are_compared_with_the_first(tmp_path):
     assert not any("Gini" in text for text in texts)
 
 
+def test_the_main_table_compares_what_is_there(tmp_path):
+    """VGG-16: two seeds of both and a third of one; on Tiny ImageNet nothing was chosen yet."""
+    for name, top1 in (("plain-seed0", 0.5), ("plain-seed1", 0.6), ("plain-seed2", 0.9),
+                       ("ce-seed0", 0.52), ("ce-seed1", 0.64)):  # fmt: skip
+        own = row(f"vgg16_{name}", top1=top1, train_loss=1.0, test_loss=2 * top1)
+        tables.add({"runs": [own]}, tmp_path)
+    made = RESULTS["main"].build(Rows(tmp_path))
+    vgg, *others = made.table
+    assert vgg["top-1, plain"] == "66.67 ± 20.82 % (n = 3)"
+    assert (vgg["top-1, SE"], vgg["top-1, CE"]) == ("–", "58.00 ± 8.49 % (n = 2)")
+    low, high = stats.ttest_rel([52, 64], [50, 60]).confidence_interval(0.95)
+    text = f"+3.00 ({low:+.2f} to {high:+.2f})".replace("-", "−")
+    assert vgg["CE − plain, 95 % interval"] == text
+    assert len(others) == 5
+    assert {cell for line in others for cell in list(line.values())[1:]} == {"not run", ""}
+    panel = made.figure.axes[0]
+    assert [tick.get_text() for tick in panel.get_yticklabels()] == [vgg[""]]
+    ((dots, _, bars),) = panel.containers
+    assert list(dots.get_xdata()) == pytest.approx([3])
+    assert bars[0].get_segments()[0][:, 0] == pytest.approx([low, high])
+    drawing.plt.close(made.figure)
+
+
+def test_settings_show_what_was_tried_and_the_best(tmp_path):
+    """The best is marked once the grid was tried; settings beyond the grid have rows too."""
+    recipe, result = "tiny_resnet18_ce", RESULTS["settings"]
+    trials = GRID.trials(recipe)
+    for place, run in enumerate(trials):
+        tables.add({"trials": [row(run.name, top1=0.4 + place / 100)]}, tmp_path)
+        marked = "**" in building.markdown(result.build(Rows(tmp_path)).table)
+        assert marked == (run is trials[-1])
+    (further,) = runs(recipe, holdout=0.1, lr=0.4, weight_decay=5e-4)
+    tables.add({"trials": [row(further.name, top1=0.7)]}, tmp_path)
+    lines = [line for line in result.build(Rows(tmp_path)).table if line["network"] == "ResNet-18"]
+    found = {(line["learning rate"], line["weight decay"]): line for line in lines}
+    assert len(found) == len(lines) == 7
+    ce = "held-out top-1, CE"
+    assert (found["0.4", "0.0005"][ce], found["0.2", "0.0005"][ce]) == ("**70.00 %**", "45.00 %")
+    assert found["0.2", "0.0005"]["held-out top-1, plain"] == "not run"
+
+
 def test_lambda_by_layer_and_while_training(tmp_path):
     result = RESULTS["fig_lambda"]
     for seed, (one, other) in enumerate(((0.2, 0.9), (0.4, 0.7))):
@@ -797,11 +842,16 @@ def test_a_smoke_figure_says_that_it_is_one(tmp_path):
 
 def test_pages_hold_what_is_built():
     made = building.built(RESULTS, Rows())
+    shown = {}
     for page in building.PAGES:
         text = page.read_text()
-        assert building.page_with(text, made) == text, "run `make results`"
-    shown = set(building.BLOCK.findall((ROOT / "docs/results.md").read_text()))
-    assert {name for _, name, _ in shown} == {*RESULTS} - {"vgg16_short"}
+        assert building.page_built(page, text, made) == text, "run `make results`"
+        shown[page.name] = {name for _, name, _ in building.BLOCK.findall(text)}
+        for picture in re.findall(r"!\[\w+\]\((\S+/results/\S+)\)", text):
+            assert (page.parent / picture).is_file()
+    assert shown["results.md"] == {*RESULTS} - {"vgg16_short"}
+    assert shown["README.md"] == {"main", "vgg16_short"}
+    assert shown["guide.md"] == {"main", "settings"}
     for name, result in made.items():
         if result.figure is not None:
             assert (ROOT / building.FIGURES / f"{name}.svg").is_file()
