@@ -1,6 +1,7 @@
 """Lists, trains and builds; see `python -m experiments --help`."""
 
 import argparse
+import signal
 import sys
 import time
 from collections import Counter
@@ -205,6 +206,8 @@ def train(chosen: dict[str, Result], arguments: argparse.Namespace) -> None:
                 print(f"{count} runs are left out: there is no {what}")
         return [*lost, *(run for run in coming if settings.lacks(run) is None)]
 
+    # as Ctrl-C does: runs save and stop before this process ends
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     left = schedule.finish(todo)
     if left:
         print(

@@ -39,6 +39,7 @@ from cenet.detection.recipes import RECIPES as DETECTORS
 from cenet.detection.trainer import build_detector
 from cenet.diagnosing.command import diagnose_named
 from cenet.models.cost import PAPER_GFLOPS as NETWORKS
+from cenet.run_folder import locked
 from cenet.train import RECIPES
 from cenet.train.build import build_network
 from cenet.train.command import parse
@@ -957,6 +958,24 @@ def test_a_killed_driver_goes_on(tmp_path):
     done = trained(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(tables.names(tmp_path / "rows")) == 4
+
+
+@pytest.mark.slow
+def test_a_driver_that_gets_a_signal_stops_its_runs(tmp_path):
+    """Else they would go on alone, and the same command would find their folders locked."""
+    where = ("--runs", tmp_path / "runs", "--results", tmp_path / "rows")
+    command = [sys.executable, "-m", "experiments", "train", *where, *SMALL, "--options",
+               "--epochs", "500"]  # fmt: skip
+    process = subprocess.Popen([*map(str, command)], cwd=ROOT, stdout=subprocess.DEVNULL)
+    end = time.monotonic() + 120
+    found: list[Path] = []
+    while not found and time.monotonic() < end:  # until an epoch is trained
+        time.sleep(0.2)
+        found = [path for path in tmp_path.glob("runs/*/metrics.jsonl") if path.stat().st_size]
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 128 + signal.SIGTERM
+    with locked(found[0].parent):  # nobody else holds it
+        assert [*found[0].parent.glob("step-*.safetensors")]
 
 
 @pytest.mark.slow
