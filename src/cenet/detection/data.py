@@ -9,7 +9,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from cenet.data.datasets import FILES_MEAN, FILES_STD, InputSpec
+from cenet.data.datasets import FILES_MEAN, FILES_STD, HOLDOUT_SEED, InputSpec
 from cenet.data.decoding import read_image
 from cenet.detection.coco import Faults, Record, clean
 from cenet.detection.recipes import DetectionRecipe
@@ -79,8 +79,8 @@ def load(recipe: DetectionRecipe, folder: Path | None) -> SceneSplit:
     """The data of a recipe.
 
     Raises:
-        ValueError: the folder is missing or not laid out as COCO, nothing in it is usable, or train
-            and test have different categories.
+        ValueError: the folder is missing or not laid out as COCO, nothing in it is usable, train
+            and test have different categories, or too few images are left when some are held out.
     """
     masks = recipe.detector == "mask_rcnn"
     if recipe.dataset == "shapes":
@@ -92,9 +92,11 @@ def load(recipe: DetectionRecipe, folder: Path | None) -> SceneSplit:
             for name, (pixels, coco) in zip(("train", "test"), drawn, strict=True)
         ]
     else:
-        parts = [_part(*place, masks=masks) for place in _places(folder)]
+        parts = [_part(*place, masks=masks) for place in _places(folder, recipe.dataset)]
         if len(parts) == 1:
             parts *= 2
+    if recipe.holdout > 0:
+        parts = hold_out(parts[0], recipe.holdout)
     split = SceneSplit(*parts)
     if split.train.labels != split.test.labels or split.train.classes != split.test.classes:
         differ = sorted({*split.train.classes} ^ {*split.test.classes})
@@ -103,10 +105,48 @@ def load(recipe: DetectionRecipe, folder: Path | None) -> SceneSplit:
     return split
 
 
-def _places(folder: Path | None) -> list[tuple[Path, Path]]:
+def hold_out(data: Scenes, share: float) -> list[Scenes]:
+    """Split images into those to train on, and round(share · N) of them to test with.
+
+    The N images are shuffled in an order that depends on N only; a larger share holds out the same
+    images and more.
+
+    Raises:
+        ValueError: one of the two parts would have nothing to detect.
+    """
+    count = len(data.images)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(HOLDOUT_SEED)).tolist()
+    held = round(share * count)
+    kept = _selected(data, sorted(order[held:]))
+    tested = _selected(data, sorted(order[:held]))._replace(
+        name=f"{data.name}, held out", faults={}
+    )
+    parts = [kept, tested]
+    for part in parts:
+        if not any(part.objects):
+            raise ValueError(
+                f"holdout={share:g} of {count} images leaves no object: {part.report()}"
+            )
+    return parts
+
+
+def _selected(data: Scenes, places: list[int]) -> Scenes:
+    """Some of the images, with their objects."""
+    images = [data.images[place] for place in places]
+    kept = {image["id"] for image in images}
+    annotations = [one for one in data.coco["annotations"] if one["image_id"] in kept]
+    return data._replace(
+        images=images,
+        objects=[data.objects[place] for place in places],
+        coco={**data.coco, "images": images, "annotations": annotations},
+        pixels=None if data.pixels is None else [data.pixels[place] for place in places],
+    )
+
+
+def _places(folder: Path | None, dataset: str) -> list[tuple[Path, Path]]:
     """Annotation files and image folders of training and test images."""
     if folder is None:
-        raise ValueError("coco is not built in; say where it is with --data FOLDER")
+        raise ValueError(f"{dataset} is not built in; say where it is with --data FOLDER")
     if (folder / "instances.json").is_file():
         return [(folder / "instances.json", folder / "images")]
     places = []

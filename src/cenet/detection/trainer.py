@@ -93,6 +93,9 @@ class DetectionTrainer(Loop):
             images=len(data.train.images), data=f"{data.train.digest()} {data.test.digest()}",
             sums=len(self.parts) + 2,
         )  # fmt: skip
+        if recipe.holdout > 0:
+            count = len(data.test.images)
+            self.tested_on = f"{count} training images held out by holdout={recipe.holdout:g}"
         seed_everything(seed_of("chance", recipe.seed, processes.rank))
 
     @override

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from cenet import ops
+from cenet.analysis.channels import mixing_ratios
 from cenet.analysis.monitor import Monitor
 from cenet.data.datasets import Encoded, InputSpec, Split, digest, input_spec_of
 from cenet.data.loaders import training_loader
@@ -19,6 +20,7 @@ from cenet.data.order import seed_of
 from cenet.distributed import Processes
 from cenet.formatting import percent
 from cenet.nn import ce_layers
+from cenet.run_folder import LAMBDA
 from cenet.train.build import (
     autocast,
     build_loss,
@@ -185,7 +187,9 @@ class Trainer(Loop):
 
     @override
     def summary(self, sums: list[float]) -> dict[str, float]:
-        return {"train_top1": sums[1] / sums[2]}
+        mixing = mixing_ratios(self.network)
+        columns = {f"{LAMBDA}{name.removesuffix('.ce')}": mix for name, mix in mixing.items()}
+        return {"train_top1": sums[1] / sums[2], **columns}
 
     @override
     def note(self, sums: list[float]) -> str:

@@ -122,7 +122,9 @@ class RunLog:
         replace_file(self.folder / METRICS, lines.encode())
         table = io.StringIO()
         if self.rows:
-            writer = csv.DictWriter(table, list(self.rows[0]), lineterminator="\n")
+            # an earlier version, which began the run, may have written fewer columns
+            columns = dict.fromkeys(name for row in self.rows for name in row)
+            writer = csv.DictWriter(table, list(columns), lineterminator="\n")
             writer.writeheader()
             writer.writerows(self.rows)
         replace_file(self.folder / METRICS_CSV, table.getvalue().encode())
