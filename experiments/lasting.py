@@ -33,8 +33,8 @@ from cenet.data.input_spec import input_spec_of
 from cenet.data.order import seed_of
 from cenet.distributed import start
 from cenet.environment import environment
+from cenet.files import replace_file
 from cenet.models import create_model
-from cenet.run_folder import replace_file
 from cenet.train import RECIPES
 from cenet.train.build import UNDECAYED
 from cenet.train.cuda_graphs import GraphedFunction

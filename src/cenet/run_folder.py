@@ -1,7 +1,6 @@
-"""The folder of a run: names of its files, a lock, and reading and replacing whole files."""
+"""The folder of a run: names of its files, a lock, and reading its rows."""
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,44 +36,6 @@ def locked(folder: Path) -> Iterator[None]:
                 f"another process is writing to {folder}; wait for it, or choose another --out"
             ) from error
         yield
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Replace the content of `path` atomically; it is on the disk when this returns."""
-    with replacing(path, beside(path)) as new:
-        new.write_bytes(content)
-
-
-def beside(path: Path) -> Path:
-    """A hidden path in the folder of `path` that no other process uses."""
-    return path.with_name(f".{path.name}.{os.getpid()}")
-
-
-@contextmanager
-def replacing(path: Path, new: Path) -> Iterator[Path]:
-    """Write the file `new` inside this context; at its end, the file is synced and renamed.
-
-    Raises:
-        OSError: with `path` as its file name; `path` holds what it held before.
-    """
-    try:
-        yield new
-        _sync(new)
-        os.replace(new, path)
-    except OSError as error:
-        new.unlink(missing_ok=True)
-        reason = str(error) if error.errno is None else os.strerror(error.errno)
-        raise OSError(error.errno, reason, str(path)) from error
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file, or the list of files of a folder, is on the disk."""
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
 
 
 def read_json(path: Path) -> Any:

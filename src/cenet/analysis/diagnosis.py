@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from cenet.analysis.channels import WIDEST
 from cenet.analysis.json_dataclass import from_json, to_json
-from cenet.run_folder import replace_file
+from cenet.files import replace_file
 
 FILE = "diagnosis.json"
 FORMAT = "cenet.diagnosis"

@@ -19,8 +19,8 @@ from cenet.detection.page import build_page, read_source
 from cenet.detection.predictions import choose, predictions_section
 from cenet.detection.recipes import DetectionRecipe
 from cenet.detection.trainer import DetectionOptions, DetectionTrainer, build_detector
+from cenet.files import replace_file
 from cenet.report.render import save_page
-from cenet.run_folder import replace_file
 from cenet.train.job import Device, run_loop
 from cenet.train.loop import Loop
 from cenet.train.run_log import read_run

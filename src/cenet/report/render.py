@@ -11,10 +11,10 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from cenet.files import replace_file
 from cenet.report.charts import DARK, LIGHT, MARKS, STYLE, standalone
 from cenet.report.elements import Cell, Figure, Page, Table
 from cenet.report.formatting import show
-from cenet.run_folder import replace_file
 from cenet.version import VERSION
 
 THEME = """const root = document.documentElement, button = document.getElementById("theme");

@@ -9,15 +9,8 @@ from typing import Any
 
 from cenet.analysis.monitor import FIELDS, Values
 from cenet.data.input_spec import InputSpec
-from cenet.run_folder import (
-    ABOUT,
-    CHANNELS,
-    METRICS,
-    METRICS_CSV,
-    read_json,
-    read_metrics,
-    replace_file,
-)
+from cenet.files import replace_file
+from cenet.run_folder import ABOUT, CHANNELS, METRICS, METRICS_CSV, read_json, read_metrics
 from cenet.train.training_recipe import R, TrainingRecipe
 
 # columns that differ between two runs of the same recipe

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 import cenet.train.checkpoint as checkpoint
 from cenet.checkpoints import SHOWN, digest, load_state_, read_state
 from cenet.data.input_spec import InputSpec
+from cenet.files import replace_file
 from cenet.nn import NormCE2d
-from cenet.run_folder import WEIGHTS, replace_file
+from cenet.run_folder import WEIGHTS
 from cenet.train.build import build_network
 from cenet.train.recipes import Recipe
 from cenet.train.run_log import read_run
