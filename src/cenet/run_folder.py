@@ -50,7 +50,7 @@ def read_json(path: Path) -> Any:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl; ValueError if the file is damaged."""
     try:
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     for number, row in enumerate(rows, start=1):

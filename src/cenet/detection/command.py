@@ -52,9 +52,12 @@ def run_train(job: DetectionJob) -> None:
     row = exit_with_reason(lambda: train(job, clock), job.options.out)
     if row and is_first_process():
         found = ", ".join(
-            f"{name.replace('_', ' ')} {value:.3f}" for name, value in row.items() if "_ap" in name
+            f"{name.replace('_', ' ')} {value:.3f}"
+            for name, value in row.items()
+            if "_ap" in name and isinstance(value, float)
         )
-        print(f"epoch {row['epoch']}: {found}; everything is in {job.options.out}")
+        found = f"{found}; " if found else ""
+        print(f"epoch {row['epoch']}: {found}everything is in {job.options.out}")
 
 
 def evaluate(run: Run, data: Path | None = None, device: Device = "auto") -> None:

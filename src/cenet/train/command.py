@@ -73,11 +73,19 @@ def run(job: Job) -> None:
         images, note = "test", ""
         if share := job.recipe.holdout:
             images, note = "held-out", f"of training images held out by --holdout {share:g}; "
-        print(
-            f"epoch {row['epoch']}: {images} top-1 {row['test_top1']:.2%}, top-5 "
-            f"{row['test_top5']:.2%}, loss {row['test_loss']:.4f}; {note}everything is in "
-            f"{job.options.out}"
-        )
+        columns = {
+            "test_top1": "top-1 {:.2%}",
+            "test_top5": "top-5 {:.2%}",
+            "test_loss": "loss {:.4f}",
+        }
+        # a row of another version may have others
+        known = [
+            words.format(row[name])
+            for name, words in columns.items()
+            if isinstance(row.get(name), float)
+        ]
+        found = f"{images} {', '.join(known)}; {note}" if known else ""
+        print(f"epoch {row['epoch']}: {found}everything is in {job.options.out}")
 
 
 def exit_with_reason(run: Callable[[], dict[str, Any]], out: Path) -> dict[str, Any]:

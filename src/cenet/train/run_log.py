@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -97,10 +98,12 @@ class RunLog:
         if not path.is_file():
             return
         with path.open(newline="") as file:
-            kept = [row for row in csv.DictReader(file) if int(row["step"]) < updates]
-        # earlier versions wrote other columns
+            rows = csv.DictReader(file)
+            # of other versions; `add_channels` writes no cells for those that it does not know
+            others = [name for name in rows.fieldnames or () if name not in FIELDS]
+            kept = [row for row in rows if _step(row, path) < updates]
         text = io.StringIO()
-        writer = csv.DictWriter(text, FIELDS, extrasaction="ignore", lineterminator="\n")
+        writer = csv.DictWriter(text, [*FIELDS, *others], lineterminator="\n")
         writer.writeheader()
         writer.writerows(kept)
         replace_file(path, text.getvalue().encode())
@@ -123,10 +126,22 @@ class RunLog:
         replace_file(self.folder / METRICS, lines.encode())
         table = io.StringIO()
         if self.rows:
-            writer = csv.DictWriter(table, list(self.rows[0]), lineterminator="\n")
+            # rows of other versions, or edited ones, have other columns
+            columns = dict.fromkeys(name for row in self.rows for name in row)
+            writer = csv.DictWriter(table, list(columns), lineterminator="\n")
             writer.writeheader()
             writer.writerows(self.rows)
         replace_file(self.folder / METRICS_CSV, table.getvalue().encode())
+
+
+def _step(row: dict[str, Any], path: Path) -> float:
+    """The update of a row of channels.csv; that of a row whose writing was cut off is infinite."""
+    if any(name in row and row[name] is None for name in FIELDS):
+        return math.inf
+    try:
+        return int(row["step"])
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{path} is not of `cenet train --monitor-every`: {error!r}") from error
 
 
 def read_run(folder: Path, kind: type[R]) -> tuple[R, InputSpec]:
