@@ -509,3 +509,17 @@ def test_a_finished_run_with_rows_of_another_version_says_what_it_knows(
     (tmp_path / "metrics.jsonl").write_text(json.dumps({**row, "epoch": 1}) + "\n")
     call(monkeypatch, *arguments, "--resume", "auto")
     assert said in capsys.readouterr().out
+
+
+def test_sums_over_all_processes_are_resumed_by_the_first_alone(tmp_path):
+    first = trainer(TINY, tmp_path, few_digits())
+    stop_at(first, 2)
+    with pytest.raises(Interrupted):
+        first.run()
+    images = 2 * TINY.batch_size
+    for rank, expected in enumerate((images, 0, 0)):
+        processes = Processes(rank, 3, torch.device("cpu"))
+        engine = Trainer(TINY, few_digits(), Options(tmp_path), processes)
+        engine.resume()
+        assert engine.position.sums[-1] == expected
+        assert bool(engine.position.sums.any()) == (rank == 0)
