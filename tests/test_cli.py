@@ -47,6 +47,9 @@ def test_sites_of_a_network(printed):
         (("sites", "nfnet_f0"), "no norm that CE could follow"),
         (("demo", "--epochs", "0"), "epochs=0 must be at least 1"),
         (("demo", "--seeds", "-1"), "seeds=-1 must be at least 1"),
+        (("demo", "--out", ""), "the value of --out is empty; give one, or leave --out out"),
+        (("train", "digits_ce", "--out="), "the value of --out is empty"),
+        (("detect", "train", "shapes", "--out", ""), "the value of --out is empty"),
     ],
 )
 def test_bad_input_gets_one_line_and_a_non_zero_exit(arguments, message, monkeypatch, capsys):

@@ -3,9 +3,11 @@
 import errno
 import os
 import shutil
+import signal
 import stat
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +18,17 @@ from _detection import write_detection_run
 from _disks import file_size_limit, files_in, fill, small_disk
 from _training import TINY, call, few_digits, trainer
 from cenet.analysis.diagnosis import FILE, Diagnosis
+from cenet.checkpoints import read_state
+from cenet.data.datasets import find_part
+from cenet.data.decoding import decode
+from cenet.data.sources import Folder
+from cenet.detection.job import write_left_out
 from cenet.export import export_folded, write_onnx
-from cenet.files import replace_file, replacing
+from cenet.files import harmless, open_to_append, read_json, replace_file, replacing
 from cenet.models import create_model
+from cenet.run_folder import CHANNELS, LOCK, METRICS_CSV, locked, read_metrics
+from cenet.train import checkpoint
+from cenet.train.run_log import RunLog
 
 
 def test_old_content_or_new(tmp_path):
@@ -80,6 +90,97 @@ def test_a_device_or_a_pipe_is_not_replaced(tmp_path):
         with pytest.raises(OSError, match="not a regular file"):
             replace_file(path, b"new")
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
+def test_a_planted_link_is_not_followed(tmp_path):
+    victim, folder = tmp_path / "victim", tmp_path / "folder"
+    victim.write_text("of somebody else")
+    folder.mkdir()
+    for name in (LOCK, "file"):
+        (folder / name).symlink_to(victim)
+    with pytest.raises(OSError, match=r"a link, which may lead anywhere; remove it: '.*/.lock'"):
+        locked(folder).__enter__()
+    with pytest.raises(OSError, match="a link"):
+        open_to_append(folder / "file")
+    replace_file(folder / "file", b"new")  # the link itself is replaced
+    assert (folder / "file").read_bytes() == b"new"
+    assert victim.read_text() == "of somebody else"
+    (folder / LOCK).unlink()
+    with locked(folder), pytest.raises(ValueError, match="another process is writing"):
+        in_another_process(lambda: locked(folder).__enter__())
+
+
+def in_another_process(function):
+    """Call a function in a fork, which does not have the locks of this process; raise its error."""
+    receiver, sender = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            function()
+        except ValueError as error:
+            os.write(sender, str(error).encode())
+        os._exit(0)
+    os.close(sender)
+    os.waitpid(child, 0)
+    with os.fdopen(receiver) as said:
+        raise ValueError(said.read())
+
+
+def test_a_pipe_is_not_waited_for(tmp_path, monkeypatch):
+    """Whatever a command reads may be one; a pipe that nobody writes to would be read for ever."""
+    signal.alarm(60)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reads = {
+        "JSON": lambda: read_json(pipe),
+        "rows": lambda: read_metrics(pipe),
+        "a diagnosis": lambda: Diagnosis.read(pipe),
+        "a checkpoint": lambda: checkpoint.read(pipe),
+        "weights": lambda: read_state(pipe),
+        "an image": lambda: decode(Folder([pipe]), 0),
+    }
+    for name, read in reads.items():
+        with pytest.raises(ValueError, match=r"not a (regular )?file"):
+            pytest.fail(f"{name}: {read()}")
+    shard = tmp_path / "data" / "train-0.tar"
+    shard.parent.mkdir()
+    os.mkfifo(shard)
+    with pytest.raises(OSError, match="not a regular file"):
+        find_part(shard.parent, ("train",))
+    signal.alarm(0)
+
+
+def test_json_nested_too_deeply_is_one_clear_error(tmp_path):
+    path = tmp_path / "deep.json"
+    path.write_text("[" * 10**5)
+    for read in (read_json, Diagnosis.read):
+        with pytest.raises(ValueError, match=r"deep.json cannot be read: it is nested too deeply"):
+            read(path)
+    path.write_text('{"epoch": ' + "[" * 10**5)
+    with pytest.raises(ValueError, match=r"deep.json cannot be read: .*deep"):
+        read_metrics(path)
+
+
+@pytest.mark.parametrize(
+    ("cell", "written"),
+    [
+        ("=1+1", "'=1+1"), ("+a", "'+a"), ("-a", "'-a"), ("@a", "'@a"), ("\t=1", "'\t=1"),
+        ("-0.5", "-0.5"), ("-inf", "-inf"), (-0.5, -0.5), ("a=b", "a=b"), ("", ""), (None, None),
+    ],
+)  # fmt: skip
+def test_text_that_is_a_formula_is_quoted(cell, written):
+    assert harmless(cell) == written
+
+
+def test_tables_of_a_run_hold_no_formulas(tmp_path):
+    scenes = SimpleNamespace(faults={"=fault": ["=image", "b.png"]})
+    write_left_out(tmp_path / "left_out.csv", {"train": scenes})
+    assert "'=image" in (tmp_path / "left_out.csv").read_text()
+    log = RunLog(tmp_path)
+    log.add({"epoch": 1, "=name": "@value", "loss": -0.5})
+    log.add_channels(3, {"=layer": {}})
+    assert (tmp_path / METRICS_CSV).read_text() == "epoch,'=name,loss\n1,'@value,-0.5\n"
+    assert "3,'=layer," in (tmp_path / CHANNELS).read_text()
 
 
 def test_a_network_is_exported_whole_or_not_at_all(tmp_path):

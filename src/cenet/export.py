@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from cenet.checkpoints import load_state_, read_state
 from cenet.extras import require
-from cenet.files import replace_file, replacing
+from cenet.files import check_regular, read_json, replace_file, replacing
 from cenet.folding import fold_ce
 from cenet.nn import NormCE2d, ce_layers
 from cenet.nn.norms import is_batch_norm
+
+REASON = 200  # letters of another library's message that are shown
 
 
 def load_weights_(model: nn.Module, checkpoint: str | Path) -> None:
@@ -69,13 +71,20 @@ def _load_folder(name: str, folder: Path) -> Any:
     import timm
 
     try:
-        config = json.loads((folder / "config.json").read_text())
+        config = read_json(folder / "config.json")
         found = config["architecture"]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+        check_regular(folder / "model.safetensors")
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder} is not a folder of export_safetensors: {error}") from error
     if found != name:
         raise ValueError(f"{folder} holds {found}, not {name}")
-    return timm.create_model(f"local-dir:{folder}", pretrained=True)
+    try:
+        return timm.create_model(f"local-dir:{folder}", pretrained=True)
+    except Exception as error:  # whatever timm raises on arguments that do not fit
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(
+            f"{folder} cannot be read, was config.json changed? {reason[:REASON]}"
+        ) from error
 
 
 def export_onnx(model: nn.Module, path: str | Path, example: Tensor) -> None:

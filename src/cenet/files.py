@@ -1,6 +1,7 @@
-"""Replace whole files: a reader finds the old content or the new, never a part of either."""
+"""Files that others can reach, too: replaced whole, never through a link, and never waited for."""
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -8,6 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import IO, Any
+
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # first characters of formulas in a spreadsheet
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -31,8 +35,7 @@ def replacing(*paths: Path) -> Iterator[Path]:
         OSError: with the first path as its file name; the files are as they were before.
     """
     for path in paths:
-        if path.exists() and not path.is_file():
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        check_regular(path)
     folder, room = paths[0].parent, None
     try:
         room = Path(mkdtemp(prefix=f".{paths[0].name}.", dir=folder))
@@ -50,6 +53,46 @@ def replacing(*paths: Path) -> Iterator[Path]:
         if room is not None:
             shutil.rmtree(room, ignore_errors=True)
     _sync(folder)
+
+
+def check_regular(path: Path) -> None:
+    """Raise OSError for a folder, a device or a pipe, which could be waited for without end."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def open_to_append(path: Path) -> IO[str]:
+    """Open a text file to append to it; OSError if it is a link, which may lead anywhere."""
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "a link, which may lead anywhere; remove it", str(path))
+    check_regular(path)
+    return open(path, "a", newline="", opener=opener)
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file; ValueError if it cannot be read."""
+    try:
+        check_regular(path)
+        return json.loads(path.read_text())
+    except RecursionError as error:
+        raise ValueError(f"{path} cannot be read: it is nested too deeply") from error
+    except (OSError, ValueError) as error:  # ValueError: bytes that are not text, or no JSON
+        raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def harmless(cell: Any) -> Any:
+    """A cell of a CSV file; text that a spreadsheet would run as a formula gets a quote before."""
+    if not isinstance(cell, str) or not cell.startswith(FORMULA):
+        return cell
+    try:
+        float(cell)
+    except ValueError:
+        return f"'{cell}"
+    return cell
 
 
 def _system_error(error: Exception) -> tuple[int | None, str | None]:

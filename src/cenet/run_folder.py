@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from cenet.files import check_regular, open_to_append
+
 ABOUT = "run.json"  # recipe, input spec and environment
 METRICS = "metrics.jsonl"  # one row per epoch
 METRICS_CSV = "metrics.csv"  # the same rows
@@ -27,7 +29,7 @@ def locked(folder: Path) -> Iterator[None]:
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("w") as file:
+    with open_to_append(folder / LOCK) as file:
         try:
             # a lock of this process only: workers that outlive it do not hold the lock
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -38,20 +40,14 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def read_json(path: Path) -> Any:
-    """The content of a JSON file; ValueError if it cannot be read."""
-    try:
-        return json.loads(path.read_text())
-    # bytes that are not text, text that is not JSON, and lists nested too deeply
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-
-
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl; ValueError if the file is damaged."""
     try:
+        check_regular(path)
         rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    except (OSError, ValueError, RecursionError) as error:
+    except RecursionError as error:
+        raise ValueError(f"{path} cannot be read: it is nested too deeply") from error
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict) or not isinstance(row.get("epoch"), int):

@@ -421,6 +421,32 @@ def test_export_does_not_write_over_the_checkpoint(tmp_path, monkeypatch):
     assert path.read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_args": {"no_such": 3}},
+        {"model_args": {"group_size": "many"}},
+        {"num_classes": 7, "model_args": {"num_classes": 7}},
+        {"pretrained_cfg": 3},
+        {"architecture": ["cevgg16"]},
+        None,
+    ],
+    ids=str,
+)
+def test_an_edited_folder_is_one_line(change, tmp_path, monkeypatch):
+    export_safetensors(create_model("vgg16", num_classes=3), tmp_path / "folder")
+    path = tmp_path / "folder" / "config.json"
+    content = json.loads(path.read_text())
+    path.write_text("[" * 10**5 if change is None else json.dumps({**content, **change}))
+    arguments = ("export", "cevgg16", str(path.parent), "--format", "safetensors", "--out")
+    with pytest.raises(SystemExit) as left:
+        call(monkeypatch, *arguments, str(tmp_path / "again"))
+    assert left.value.code.startswith(f"nothing was written to {tmp_path / 'again'}: ")
+    assert str(path.parent) in left.value.code.removeprefix("nothing was written to")
+    assert len(left.value.code.splitlines()) == 1
+    assert not (tmp_path / "again").exists()
+
+
 def test_weights_say_how_ce_started_and_folders_say_everything(tmp_path):
     torch.manual_seed(0)
     x = torch.randn(2, 3, 32, 32)

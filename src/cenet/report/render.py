@@ -11,9 +11,9 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from cenet.files import replace_file
+from cenet.files import harmless, replace_file
 from cenet.report.charts import DARK, LIGHT, MARKS, STYLE, standalone
-from cenet.report.elements import Cell, Figure, Page, Table
+from cenet.report.elements import Figure, Page, Table
 from cenet.report.formatting import show
 from cenet.version import VERSION
 
@@ -23,7 +23,6 @@ const dark = () => root.dataset.theme ? root.dataset.theme === "dark"
 const tell = () => button.setAttribute("aria-pressed", dark());
 button.addEventListener("click", () => { root.dataset.theme = dark() ? "light" : "dark"; tell(); });
 button.hidden = false; tell();"""
-FORMULA = ("=", "+", "-", "@")  # first characters of formulas in a spreadsheet
 
 
 def render(page: Page, files: str) -> str:
@@ -59,14 +58,9 @@ def table_csv(table: Table) -> str:
     """A table as CSV, with unformatted numbers."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([_harmless(column.name) for column in table.columns])
-    writer.writerows([_harmless(cell) for cell in row] for row in table.rows)
+    writer.writerow([harmless(column.name) for column in table.columns])
+    writer.writerows([harmless(cell) for cell in row] for row in table.rows)
     return text.getvalue()
-
-
-def _harmless(cell: Cell) -> Cell:
-    """The cell, quoted if a spreadsheet would run it as a formula."""
-    return f"'{cell}" if isinstance(cell, str) and cell.startswith(FORMULA) else cell
 
 
 def page_path(out: Path | str) -> Path:

@@ -9,7 +9,8 @@ from typing import Any
 
 from cenet.analysis.diagnosis import FILE, Diagnosis, Layer
 from cenet.analysis.json_dataclass import LARGEST
-from cenet.run_folder import ABOUT, CHANNELS, METRICS, read_json, read_metrics
+from cenet.files import read_json
+from cenet.run_folder import ABOUT, CHANNELS, METRICS, read_metrics
 
 WATCHED = ("dormant_ratio", "participation_share", "correlation")
 MOST = 8  # runs on a page, as many as there are colours

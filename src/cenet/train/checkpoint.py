@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cenet.checkpoints import digest
-from cenet.files import replacing
+from cenet.files import check_regular, replacing
 
 Metadata = dict[str, Any]
 Tensors = dict[str, Tensor]
@@ -57,6 +57,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]
 def read(path: Path) -> tuple[Tensors, Metadata]:
     """Tensors and metadata of a checkpoint; DamagedCheckpoint if one bit of it has changed."""
     try:
+        check_regular(path)
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -10,8 +10,8 @@ from typing import Any
 
 from cenet.analysis.monitor import FIELDS, Values
 from cenet.data.input_spec import InputSpec
-from cenet.files import replace_file
-from cenet.run_folder import ABOUT, CHANNELS, METRICS, METRICS_CSV, read_json, read_metrics
+from cenet.files import harmless, open_to_append, read_json, replace_file
+from cenet.run_folder import ABOUT, CHANNELS, METRICS, METRICS_CSV, read_metrics
 from cenet.train.training_recipe import R, TrainingRecipe
 
 # columns that differ between two runs of the same recipe
@@ -59,8 +59,8 @@ class RunLog:
             "environment": environment,
         }
         if updates:  # keep what the first start of the run wrote
-            with suppress(OSError, ValueError, KeyError, TypeError):
-                before = json.loads(path.read_text())
+            with suppress(ValueError, KeyError, TypeError):
+                before = read_json(path)
                 about["environment"] = before["environment"]
                 about["resumed"] = [*before.get("resumed", []), environment]
                 about["times"] = list(before.get("times", []))
@@ -87,11 +87,13 @@ class RunLog:
         """Add the measurements of the monitor after this many updates."""
         path = self.folder / CHANNELS
         is_new = not path.exists()
-        with path.open("a", newline="") as file:
+        with open_to_append(path) as file:
             writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
             if is_new:
                 writer.writeheader()
-            writer.writerows({"step": updates, "layer": name, **values[name]} for name in values)
+            writer.writerows(
+                {"step": updates, "layer": harmless(name), **values[name]} for name in values
+            )
 
     def _forget_channels(self, updates: int) -> None:
         path = self.folder / CHANNELS
@@ -128,9 +130,9 @@ class RunLog:
         if self.rows:
             # rows of other versions, or edited ones, have other columns
             columns = dict.fromkeys(name for row in self.rows for name in row)
-            writer = csv.DictWriter(table, list(columns), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(self.rows)
+            writer = csv.writer(table, lineterminator="\n")
+            writer.writerow([harmless(name) for name in columns])
+            writer.writerows([harmless(row.get(name)) for name in columns] for row in self.rows)
         replace_file(self.folder / METRICS_CSV, table.getvalue().encode())
 
 
