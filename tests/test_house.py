@@ -70,7 +70,7 @@ LEVELS = [
         *("analysis.diagnosis", "analysis.gradcam", "analysis.verdict", "analysis.diagnose"),
         "analysis",
     ),
-    ("signals", "distributed"),
+    ("signals", "distributed", "arguments"),
     (
         *("data.order", "data.sources", "data.tar_shards", "data.parquet"),
         *(

@@ -15,6 +15,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from cenet.arguments import run_command
+
 
 def sites(model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]) -> None:
     """List where CE can go in a network, and where `insert_ce_` puts it by default.
@@ -320,7 +322,7 @@ def _main() -> None:
         with exit_on_sigterm():
             (train if sys.argv[1] == "train" else detect)()  # their arguments depend on the recipe
         return
-    tyro.extras.subcommand_cli_from_dict(
+    run_command(
         {
             "demo": demo,
             "detect": detect,

@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar
 import tyro
 
 import cenet.signals as signals
+from cenet.arguments import parse as arguments_of
 from cenet.distributed import is_first_process, rank
 from cenet.signals import Interrupted
 from cenet.train.job import Job, train
@@ -58,7 +59,7 @@ def parse_job(
     try:
         job = default(name)
         flat: Any = Annotated[type(job), tyro.conf.OmitArgPrefixes]
-        found: J = tyro.cli(flat, default=job, args=rest, prog=f"{command} {name}")
+        found: J = arguments_of(flat, default=job, args=rest, prog=f"{command} {name}")
     except ValueError as error:
         # all processes have the same arguments; one message is enough
         raise SystemExit(str(error) if is_first_process() else 1) from error
