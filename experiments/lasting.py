@@ -32,9 +32,9 @@ from cenet.data.datasets import Resident, digits, image_folders, input_spec_of
 from cenet.data.order import seed_of
 from cenet.distributed import start
 from cenet.environment import environment
+from cenet.files import replace_file
 from cenet.formatting import percent
 from cenet.models import create_model
-from cenet.run_folder import replace_file
 from cenet.train import RECIPES
 from cenet.train.build import UNDECAYED
 from cenet.train.cuda_graphs import GraphedFunction

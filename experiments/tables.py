@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from cenet.files import open_to_append
+
 Row = dict[str, str]
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -93,6 +95,6 @@ def _short(value: Any) -> Any:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """One process at a time, on all machines that share the folder."""
-    with (folder / ".lock").open("w") as file:
+    with open_to_append(folder / ".lock") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -145,6 +145,7 @@ def test_a_state_without_ce_lacks_all_of_it():
     ("change", "message"),
     [
         ({"x_weight": None}, "missing key x_weight"),
+        ({"x_weight": 0.5}, "x_weight is 0.5, not a tensor"),
         ({"extra": torch.zeros(1)}, "unknown key extra"),
         ({"AR.fc.0.weight": torch.zeros(12, 40)}, r"AR.fc.0.weight is \(12, 40\), the layer has"),
         ({"running_wm": torch.full((3, 16, 16), torch.nan)}, "running_wm is not finite"),

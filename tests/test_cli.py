@@ -8,6 +8,7 @@ import torch
 import cenet
 from _training import call
 from cenet.analysis import inhibited_ratio
+from cenet.arguments import without_frame
 
 
 @pytest.fixture
@@ -47,13 +48,63 @@ def test_sites_of_a_network(printed):
         (("sites", "nfnet_f0"), "no norm that CE could follow"),
         (("demo", "--epochs", "0"), "epochs=0 must be at least 1"),
         (("demo", "--seeds", "-1"), "seeds=-1 must be at least 1"),
+        (("demo", "--out", ""), "the value of --out is empty; give one, or leave --out out"),
+        (
+            ("train", "digits_ce", "--lr", "fast"),
+            "Error parsing --lr: could not convert string to float: 'fast'; see `cenet train "
+            "digits_ce --help`",
+        ),
+        (
+            ("train", "digits_ce", "--schedule", "weird"),
+            "invalid choice 'weird' for argument '--schedule'. Expected one of ('step', 'cosine', "
+            "'poly'); see `cenet train digits_ce --help`",
+        ),
+        (
+            ("detect", "show", "run", "--images", "few"),
+            "Error parsing --images: invalid literal for int() with base 10: 'few'; see `cenet "
+            "detect --help`",
+        ),
+        (
+            ("nothing",),
+            "Unrecognized options: nothing; Available subcommands: demo, detect, diagnose, eval, "
+            "export, models, recipes, report, sites, train; see `cenet --help`",
+        ),
+        (("train", "digits_ce", "--out="), "the value of --out is empty"),
+        (("detect", "train", "shapes", "--out", ""), "the value of --out is empty"),
     ],
 )
 def test_bad_input_gets_one_line_and_a_non_zero_exit(arguments, message, monkeypatch, capsys):
     with pytest.raises(SystemExit) as left:
         call(monkeypatch, *arguments)
     assert left.value.code not in (None, 0)  # a text is printed, and the exit code is 1
-    assert message in f"{left.value.code} {capsys.readouterr().err}"
+    said = f"{left.value.code} {capsys.readouterr().err}"
+    assert message in said
+    assert len(said.splitlines()) == 1
+
+
+def test_the_frame_of_an_explanation_is_taken_off():
+    framed = ("╭─ Value error ─╮", "│ Error: \x1b[1m3\x1b[0m │", "│ ──── │", "│ --lr FLOAT │",
+              "│ ──── │", "│ For full helptext, see cenet x --help │", "╰────╯")  # fmt: skip
+    plain = ("Value error", " ---- ", " Error: 3", " ---- ", " --lr FLOAT", " ----", " For full "
+             "helptext, run cenet x --help ")  # fmt: skip
+    for lines in (framed, plain):
+        assert without_frame("\n".join(lines)) == "Error: 3; see `cenet x --help`"
+    assert without_frame("something else\n") == "something else"
+
+
+def test_all_that_is_missing_is_explained(monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        call(monkeypatch, "export", "cevgg16")
+    said = capsys.readouterr().err
+    assert "CKPT" in said
+    assert "--out PATH" in said
+
+
+def test_one_process_of_several_says_what_is_wrong(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit, match="2"):
+        call(monkeypatch, "train", "digits_ce", "--lr", "fast")
+    assert capsys.readouterr().err == ""
 
 
 def test_inhibited_ratio():

@@ -22,6 +22,7 @@ LINE = re.compile(r"[a-z0-9, -]+ (is|are) not installed; pip install 'cenet\[[a-
 QUIET = {"PYTHONWARNINGS": "ignore"}  # torch warns where numpy is not installed
 # everything else imports with torch alone
 OPTIONAL = (
+    "arguments",
     "cli",
     "demo",
     "lightning",
@@ -176,7 +177,7 @@ def test_every_command_says_what_it_needs(monkeypatch):
     from cenet import cli
 
     given = {}
-    monkeypatch.setattr(cli.tyro.extras, "subcommand_cli_from_dict", lambda d, **_: given.update(d))
+    monkeypatch.setattr(cli, "run_command", lambda commands, **_: given.update(commands))
     monkeypatch.setattr(sys, "argv", ["cenet"])
     cli.main()
     assert set(given) == set(EXTRAS)

@@ -98,6 +98,8 @@ def block(conv, channels=48, layer=ChannelEquilibrium2d, act=None, start="paper"
         (48, 48, 16, 3),
         (2, 48, 16, None),
         (58, 58, 16, None),
+        (33, 33, 16, None),  # channels // 2 is 16, and 2 does not divide the groups
+        (66, 66, 16, None),
         (4, 12, 16, 1),
     ],
 )

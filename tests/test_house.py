@@ -19,7 +19,7 @@ SOURCE = ROOT / "src" / "cenet"
 
 # a module may import from its own level's earlier names and from lower levels, never upwards
 LEVELS = [
-    ("version", "extras", "functional", "formatting"),
+    ("version", "extras", "files", "functional", "formatting"),
     (
         *("kernels", "kernels.call", "kernels.launch", "kernels.tiles", "kernels.pooling"),
         *("kernels.moments", "kernels.norm", "kernels.decorrelation", "kernels.averages"),
@@ -68,7 +68,7 @@ LEVELS = [
         *("analysis.gradcam", "analysis.verdict", "analysis.diagnose"),
         "analysis",
     ),
-    ("signals", "distributed"),
+    ("signals", "distributed", "arguments"),
     (
         *("data.order", "data.sources", "data.tar_shards", "data.parquet"),
         *(

@@ -53,6 +53,9 @@ def load_released_ce_(layer: ChannelEquilibrium2d, state: Mapping[str, Tensor]) 
         if key not in state:
             continue
         value = state[key]
+        if not isinstance(value, Tensor):
+            problems.append(f"{key} is {value!r:.40}, not a tensor")
+            continue
         if value.numel() == own[name].numel() == 1:
             value = value.reshape(own[name].shape)
         if value.shape != own[name].shape:
@@ -102,8 +105,9 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
             f"{path} cannot be read as a checkpoint: it is damaged or holds code, which is not run;"
             " save the state dict alone"
         ) from error
-    except Exception as error:  # the readers raise a dozen kinds, some with a bare number
-        reason = str(error).splitlines()[0] if " " in str(error) else "it is no such file"
+    except Exception as error:  # the readers raise a dozen kinds, most about their own code
+        speaks = isinstance(error, OSError | ValueError | RuntimeError) and " " in str(error)
+        reason = str(error).splitlines()[0] if speaks else "it is no such file"
         raise ValueError(f"{path} cannot be read as a checkpoint: {reason}") from error
     for key in ("state_dict", "model"):
         if isinstance(state, dict) and isinstance(state.get(key), dict):

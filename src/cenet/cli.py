@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,6 +14,8 @@ import tyro
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+
+from cenet.arguments import run_command
 
 
 def sites(model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]) -> None:
@@ -302,14 +305,23 @@ def main() -> None:
         raise SystemExit(128 + signal.SIGINT) from None
 
 
+def _check_arguments(arguments: list[str]) -> None:
+    """Exit if an argument is empty: an empty path would be the present folder."""
+    for before, argument in pairwise(arguments):
+        if not argument or (argument.startswith("--") and argument.endswith("=")):
+            option = argument.removesuffix("=") or before
+            raise SystemExit(f"the value of {option} is empty; give one, or leave {option} out")
+
+
 def _main() -> None:
+    _check_arguments(sys.argv)
     if sys.argv[1:2] in (["train"], ["detect"]):
         from cenet.signals import exit_on_sigterm
 
         with exit_on_sigterm():
             (train if sys.argv[1] == "train" else detect)()  # their arguments depend on the recipe
         return
-    tyro.extras.subcommand_cli_from_dict(
+    run_command(
         {
             "demo": demo,
             "detect": detect,

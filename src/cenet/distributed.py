@@ -1,11 +1,15 @@
 """One process, or the processes that torchrun started, and the values they exchange."""
 
+import gc
 import os
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+# imported after `start`, its functions would keep the process group as a default argument
+import torch.distributed.nn.functional
 from torch import Tensor, nn
 
 TIMEOUT = timedelta(minutes=10)
@@ -64,9 +68,14 @@ def start(device: str = "auto") -> Processes:
 
 
 def finish() -> None:
-    """Leave the process group."""
+    """Leave the process group and end its threads.
+
+    A thread that lets go of a tensor while the interpreter ends aborts the process. The threads of
+    gloo end with the last reference to the group: nobody may hold a `DistributedDataParallel` now.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+        gc.collect()  # wrapped networks refer to themselves
 
 
 def total(values: Tensor, processes: Processes) -> Tensor:

@@ -1,5 +1,6 @@
 """Versions and hardware, as results record them."""
 
+import os
 import platform
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 
 from cenet.version import VERSION
+
+SECONDS = 10  # that git may take
 
 
 def environment(device: torch.device, world: int) -> dict[str, Any]:
@@ -40,10 +43,28 @@ def _version(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The commit of the source, if it is a checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    """The commit of the source, if this file is part of a checkout of cenet.
+
+    An installed copy has none, even if it is inside of the checkout of another project.
+    """
+    source = Path(__file__).resolve()
+    root = _git(source.parent, "rev-parse", "--show-toplevel")
+    if root is None or Path(root) != source.parents[2]:
+        return None
+    if _git(source.parent, "ls-files", "--error-unmatch", source.name) is None:
+        return None
+    return _git(source.parent, "rev-parse", "--short", "HEAD")
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """What git prints; None if it fails, is missing or takes too long."""
+    # variables such as GIT_DIR would lead to another repository
+    variables = {name: value for name, value in os.environ.items() if name[:4] != "GIT_"}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], env=variables, stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, check=True, timeout=SECONDS,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

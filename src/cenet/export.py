@@ -2,6 +2,7 @@
 
 import json
 from copy import deepcopy
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ from torch import Tensor, nn
 
 from cenet.checkpoints import load_state_, read_state
 from cenet.extras import require
+from cenet.files import check_regular, read_json, replace_file, replacing
 from cenet.folding import fold_ce
 from cenet.nn import NormCE2d, ce_layers
 from cenet.nn.norms import is_batch_norm
+
+REASON = 200  # letters of another library's message that are shown
 
 
 def load_weights_(model: nn.Module, checkpoint: str | Path) -> None:
@@ -67,13 +71,20 @@ def _load_folder(name: str, folder: Path) -> Any:
     import timm
 
     try:
-        config = json.loads((folder / "config.json").read_text())
+        config = read_json(folder / "config.json")
         found = config["architecture"]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+        check_regular(folder / "model.safetensors")
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder} is not a folder of export_safetensors: {error}") from error
     if found != name:
         raise ValueError(f"{folder} holds {found}, not {name}")
-    return timm.create_model(f"local-dir:{folder}", pretrained=True)
+    try:
+        return timm.create_model(f"local-dir:{folder}", pretrained=True)
+    except Exception as error:  # whatever timm raises on arguments that do not fit
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(
+            f"{folder} cannot be read, was config.json changed? {reason[:REASON]}"
+        ) from error
 
 
 def export_onnx(model: nn.Module, path: str | Path, example: Tensor) -> None:
@@ -90,24 +101,27 @@ def write_onnx(
         MissingExtraError: onnx or onnxscript is not installed.
     """
     require("export")
-    torch.onnx.export(
-        module,
-        (_two(example),),
-        str(path),
-        dynamo=True,
-        dynamic_shapes={"x": {0: torch.export.Dim("batch")}},
-        input_names=["images"],
-        output_names=output_names,
-        external_data=False,
-        verbose=False,
-    )
+    with replacing(path := Path(path)) as room:
+        torch.onnx.export(
+            module,
+            (_two(example),),
+            str(room / path.name),
+            dynamo=True,
+            dynamic_shapes={"x": {0: torch.export.Dim("batch")}},
+            input_names=["images"],
+            output_names=output_names,
+            external_data=False,
+            verbose=False,
+        )
 
 
 def export_folded(model: nn.Module, path: str | Path, example: Tensor) -> None:
     """Write a program for `torch.export.load`, for any batch size and folded like `export_onnx`."""
     batch = {"x": {0: torch.export.Dim("batch")}}
     program = torch.export.export(_deployed(model), (_two(example),), dynamic_shapes=batch)
-    torch.export.save(program, str(path))
+    content = BytesIO()  # writing to a full disk, torch ends the process
+    torch.export.save(program, content)
+    replace_file(Path(path), content.getvalue())
 
 
 def export_safetensors(model: nn.Module, path: str | Path) -> None:
@@ -131,10 +145,12 @@ def export_safetensors(model: nn.Module, path: str | Path) -> None:
     network: Any = model
     config: Any = timm.get_pretrained_cfg(name)
     network.pretrained_cfg = config.to_dict()
-    save_for_hf(model, str(path), model_args=args, safe_serialization=True)
-    # the file of the weights is readable for its owner only
     folder = Path(path)
-    (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)
+    folder.mkdir(parents=True, exist_ok=True)
+    with replacing(folder / "model.safetensors", folder / "config.json") as room:
+        save_for_hf(model, str(room), model_args=args, safe_serialization=True)
+        # the writer of the weights lets nobody else read them
+        (room / "model.safetensors").chmod((room / "config.json").stat().st_mode)
 
 
 def _arguments(model: Any) -> dict[str, Any]:

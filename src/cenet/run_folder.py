@@ -1,11 +1,12 @@
-"""The folder of a run: names of its files, a lock, and reading and replacing whole files."""
+"""The folder of a run: names of its files, a lock, and reading its rows."""
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from cenet.files import check_regular, open_to_append
 
 ABOUT = "run.json"  # recipe, input spec and environment
 METRICS = "metrics.jsonl"  # one row per epoch
@@ -29,7 +30,7 @@ def locked(folder: Path) -> Iterator[None]:
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("w") as file:
+    with open_to_append(folder / LOCK) as file:
         try:
             # a lock of this process only: workers that outlive it do not hold the lock
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -40,58 +41,14 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Replace the content of `path` atomically; it is on the disk when this returns."""
-    with replacing(path, beside(path)) as new:
-        new.write_bytes(content)
-
-
-def beside(path: Path) -> Path:
-    """A hidden path in the folder of `path` that no other process uses."""
-    return path.with_name(f".{path.name}.{os.getpid()}")
-
-
-@contextmanager
-def replacing(path: Path, new: Path) -> Iterator[Path]:
-    """Write the file `new` inside this context; at its end, the file is synced and renamed.
-
-    Raises:
-        OSError: with `path` as its file name; `path` holds what it held before.
-    """
-    try:
-        yield new
-        _sync(new)
-        os.replace(new, path)
-    except OSError as error:
-        new.unlink(missing_ok=True)
-        reason = str(error) if error.errno is None else os.strerror(error.errno)
-        raise OSError(error.errno, reason, str(path)) from error
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file, or the list of files of a folder, is on the disk."""
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-def read_json(path: Path) -> Any:
-    """The content of a JSON file; ValueError if it cannot be read."""
-    try:
-        return json.loads(path.read_text())
-    # bytes that are not text, text that is not JSON, and lists nested too deeply
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-
-
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl; ValueError if the file is damaged."""
     try:
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-    except (OSError, ValueError, RecursionError) as error:
+        check_regular(path)
+        rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    except RecursionError as error:
+        raise ValueError(f"{path} cannot be read: it is nested too deeply") from error
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict) or not isinstance(row.get("epoch"), int):

@@ -213,7 +213,7 @@ def test_damaged_files_get_one_clear_error(edit, message, tmp_path):
         (b'{"format": "cenet.diag', "Unterminated string"),
         (b"\xff\xfe\xfa", "can't decode"),
         (b"[]", "not a diagnosis: its format is None"),
-        (b"[" * 100_000, "recursion"),
+        (b"[" * 100_000, "nested too deeply"),
     ],
 )
 def test_files_that_are_no_diagnosis_get_the_same_error(content, message, tmp_path):

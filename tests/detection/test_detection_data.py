@@ -104,6 +104,24 @@ def test_a_folder_of_coco_is_read_and_its_faults_are_told(folder):
     assert split.train.read(1)[0, 0, 0] == 2
 
 
+def test_names_that_leave_the_folder_are_refused_and_counted(folder):
+    path = folder / "annotations" / "instances_train2017.json"
+    (folder / "train2017" / "more").mkdir()
+    inside = folder / "train2017" / "more" / "2.png"
+    (folder / "train2017" / "2.png").rename(inside)
+    given = coco(annotation(), images=4)
+    names = ["1.png", "more/2.png", "../val2017/1.png", str(folder / "val2017" / "2.png")]
+    for image, name in zip(given["images"], names, strict=True):
+        image["file_name"] = name
+    path.write_text(json.dumps(given))
+    split = load(RECIPES["resnet50_ce"], folder)
+    assert split.train.report().splitlines() == [
+        "train2017: 2 images (1 empty), 1 objects",
+        "  left out: images whose file is outside of the folder of images: 2 "
+        f"(../val2017/1.png, {names[3]})",
+    ]
+
+
 def test_names_that_no_file_can_have_are_missing_files(folder):
     path = folder / "annotations" / "instances_train2017.json"
     given = coco(annotation(), images=4)

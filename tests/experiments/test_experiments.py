@@ -41,11 +41,10 @@ from cenet.diagnosing.command import diagnose_named
 from cenet.models.cost import PAPER_GFLOPS as NETWORKS
 from cenet.run_folder import locked
 from cenet.train import RECIPES
-from cenet.train.build import build_network
 from cenet.train.command import parse
 from cenet.train.job import Job, train
 from cenet.train.options import Options
-from cenet.train.weights import load_run, write_weights
+from cenet.train.weights import build_network, load_run, write_weights
 
 ROOT = Path(__file__).parents[2]
 EVERY = list(dict.fromkeys(run for result in RESULTS.values() for run in result.needs))

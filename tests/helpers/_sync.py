@@ -63,7 +63,7 @@ SPLITS = {
     3: {"unequal": (2, 1, 3), "single": (1, 1, 1), "empty": (2, 0, 3)},
 }
 # batches of the ranks
-MIXED = {2: ((3, 5, 7), (2, 4, 3)), 3: ((2, 5, 7), (0, 6, 6), (1, 9, 4))}
+MIXED = {2: ((3, 5, 7), (2, 4, 6)), 3: ((2, 5, 7), (0, 6, 6), (1, 9, 4))}
 STEPS = 2
 
 
@@ -159,6 +159,13 @@ def _with_counts(
     return statistics.merge(torch.cat([counts[:, list(order)], rest], 1), layout, center)
 
 
+def _whole_windows_only(x: Tensor, moments: Any, instance_var: Any, layout: Any) -> Tensor:
+    told = statistics.message(x, moments, instance_var, layout)
+    n, _, height, width = x.shape
+    count = told.new_tensor([n * (height // layout.pool) * (width // layout.pool)])
+    return torch.cat([told[:2], count, told[3:]])
+
+
 class _OwnGradientOnly:
     @staticmethod
     def apply(parts: Tensor, ranks: Any) -> Tensor:
@@ -168,6 +175,7 @@ class _OwnGradientOnly:
 MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "ranks weigh alike": (statistics, "_weights", _equal_weights),
     "nothing between the ranks": (statistics, "_mean_and_spread", _no_spread),
+    "windows at the edge do not count": (base, "message", _whole_windows_only),
     "s weighs pixels": (base, "merge", partial(_with_counts, (1, 1, 2))),
     "covariance weighs images": (base, "merge", partial(_with_counts, (0, 1, 0))),
     "covariance weighs pixels, not windows": (base, "merge", partial(_with_counts, (0, 1, 1))),

@@ -368,12 +368,17 @@ def test_cli_names_what_is_wrong(arguments, message, monkeypatch, capsys):
     assert message in f"{left.value.code} {capsys.readouterr().err}".replace("\n", " ")
 
 
-@pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"\x80\x04\x95"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"not a checkpoint", b"\x80\x04\x95", b"root:x:0:0:root:/root:/bin/sh\n", b"0\n", b"K."],
+)
 def test_a_damaged_file_gives_one_clear_error(tmp_path, content):
     path = tmp_path / "damaged.pth"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"damaged.pth cannot be read as a checkpoint"):
+    with pytest.raises(ValueError, match=r"damaged.pth cannot be read as a checkpoint") as error:
         released_ceresnet50(path)
+    for word in ("index", "pop", "stack", "range", "unpack"):  # of the reader's own code
+        assert word not in str(error.value)
 
 
 class Explosive:
@@ -419,6 +424,32 @@ def test_export_does_not_write_over_the_checkpoint(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="is the checkpoint itself"):
         call(monkeypatch, "export", "cevgg16", str(path), "--out", str(path), "--format", "folded")
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_args": {"no_such": 3}},
+        {"model_args": {"group_size": "many"}},
+        {"num_classes": 7, "model_args": {"num_classes": 7}},
+        {"pretrained_cfg": 3},
+        {"architecture": ["cevgg16"]},
+        None,
+    ],
+    ids=str,
+)
+def test_an_edited_folder_is_one_line(change, tmp_path, monkeypatch):
+    export_safetensors(create_model("vgg16", num_classes=3), tmp_path / "folder")
+    path = tmp_path / "folder" / "config.json"
+    content = json.loads(path.read_text())
+    path.write_text("[" * 10**5 if change is None else json.dumps({**content, **change}))
+    arguments = ("export", "cevgg16", str(path.parent), "--format", "safetensors", "--out")
+    with pytest.raises(SystemExit) as left:
+        call(monkeypatch, *arguments, str(tmp_path / "again"))
+    assert left.value.code.startswith(f"nothing was written to {tmp_path / 'again'}: ")
+    assert str(path.parent) in left.value.code.removeprefix("nothing was written to")
+    assert len(left.value.code.splitlines()) == 1
+    assert not (tmp_path / "again").exists()
 
 
 def test_weights_say_how_ce_started_and_folders_say_everything(tmp_path):

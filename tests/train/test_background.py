@@ -5,7 +5,6 @@ import json
 import os
 import random
 import re
-import resource
 import shutil
 import signal
 import threading
@@ -15,6 +14,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from _disks import file_size_limit
 from _distributed import run
 from _training import TINY, assert_same_run, call, few_digits, stop_at, trainer
 from cenet.data.datasets import digits
@@ -314,13 +314,8 @@ def test_a_disk_that_fills_while_saving_is_one_line_and_nothing_whole_is_lost(
     before = whole.read_bytes()
     arguments = ["train", "digits_ce", "--out", str(tmp_path), "--device", "cpu"]
     arguments += ["--epochs", "3", "--batch-size", "256", "--resume", "auto"]
-    free = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, free[1]))
-    try:
-        with pytest.raises(SystemExit) as left:
-            call(monkeypatch, *arguments)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, free)
+    with file_size_limit(len(before) // 2), pytest.raises(SystemExit) as left:
+        call(monkeypatch, *arguments)
     assert re.fullmatch(r".*File too large: '.*step-000000005.safetensors'", left.value.code)
     assert checkpoint.checkpoints(tmp_path) == [whole]
     assert whole.read_bytes() == before

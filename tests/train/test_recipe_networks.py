@@ -19,8 +19,9 @@ from cenet.models import NETWORKS, factory
 from cenet.nn import ChannelEquilibrium2d
 from cenet.run_folder import ABOUT
 from cenet.train import RECIPES, Recipe, checkpoint
-from cenet.train.build import build_loss, build_network, build_optimizer, build_schedule
+from cenet.train.build import build_loss, build_optimizer, build_schedule
 from cenet.train.recipes import NETWORK_NAMES, RD_RATIO, Act, Block, Norm, read_run
+from cenet.train.weights import build_network
 
 IMAGENET = InputSpec(tuple(str(i) for i in range(1000)), FILES_MEAN, FILES_STD)
 RESNETS = ("resnet18", "resnet50", "resnet101")

@@ -453,3 +453,73 @@ def test_channels_are_watched_without_a_trace_and_resumed(tmp_path):
     assert len({row["layer"] for row in rows}) == 6
     assert sorted({int(row["step"]) for row in rows}) == [0, 2, 4, 6, 8, 10]
     assert all(0 <= float(row["lambda"]) <= 1 for row in rows)
+
+
+def test_rows_of_another_version_are_kept_and_the_run_goes_on(tmp_path):
+    first = trainer(TINY, tmp_path, few_digits(), monitor_every=2)
+    stop_at(first, 8)  # in the second epoch
+    with pytest.raises(Interrupted):
+        first.run()
+    path = tmp_path / "metrics.jsonl"
+    row = json.loads(path.read_text())
+    other = {"epoch": 1, "note": "=by hand", "train_loss": row["train_loss"], "test_map": None}
+    path.write_text(json.dumps(other) + "\n\n")
+    watched = tmp_path / "channels.csv"
+    lines = watched.read_text().splitlines()
+    lines = [f"{lines[0]},colour", *(f"{line},blue" for line in lines[1:])]
+    watched.write_text("\n".join(lines) + "\n12")  # the last line was cut off by a full disk
+    second = trainer(TINY, tmp_path, few_digits(), monitor_every=2)
+    second.resume()
+    stop_at(second, 11)
+    with pytest.raises(Interrupted):
+        second.run()
+    third = trainer(TINY, tmp_path, few_digits(), monitor_every=2)
+    third.resume()
+    third.run()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert rows[0] == other
+    assert rows[1].keys() == row.keys()
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    assert {*table[0]} == {*other, *row}
+    assert [line["epoch"] for line in table] == ["1", "2"]
+    assert table[0]["test_top1"] == table[1]["note"] == ""
+    assert float(table[1]["test_top1"]) == rows[1]["test_top1"]
+    with watched.open(newline="") as file:
+        steps = list(csv.DictReader(file, restval=""))
+    assert {(line["step"], line["colour"]) for line in steps} == {
+        *((str(step), "blue") for step in (0, 2, 4, 6)),
+        *((str(step), "") for step in (8, 10)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"test_accuracy": 0.5}, "epoch 1: everything is in"),
+        ({"test_top1": 0.5, "test_loss": "low"}, "epoch 1: test top-1 50.00%; everything is in"),
+    ],
+)
+def test_a_finished_run_with_rows_of_another_version_says_what_it_knows(
+    row, said, tmp_path, monkeypatch, capsys
+):
+    arguments = ["train", "digits_ce", "--out", str(tmp_path), "--device", "cpu"]
+    arguments += ["--epochs", "1", "--batch-size", "512", "--warmup-epochs", "0"]
+    call(monkeypatch, *arguments)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({**row, "epoch": 1}) + "\n")
+    call(monkeypatch, *arguments, "--resume", "auto")
+    assert said in capsys.readouterr().out
+
+
+def test_sums_over_all_processes_are_resumed_by_the_first_alone(tmp_path):
+    first = trainer(TINY, tmp_path, few_digits())
+    stop_at(first, 2)
+    with pytest.raises(Interrupted):
+        first.run()
+    images = 2 * TINY.batch_size
+    for rank, expected in enumerate((images, 0, 0)):
+        processes = Processes(rank, 3, torch.device("cpu"))
+        engine = Trainer(TINY, few_digits(), Options(tmp_path), processes)
+        engine.resume()
+        assert engine.position.sums[-1] == expected
+        assert bool(engine.position.sums.any()) == (rank == 0)

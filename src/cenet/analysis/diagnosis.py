@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from cenet.analysis.channels import WIDEST
-from cenet.run_folder import replace_file
+from cenet.files import read_json, replace_file
 
 FILE = "diagnosis.json"
 FORMAT = "cenet.diagnosis"
@@ -379,9 +379,12 @@ class Diagnosis:
     def read(cls, path: Path) -> "Diagnosis":
         """Undo `write`; ValueError that names the file if it is damaged or something else."""
         try:
-            return cls.from_dict(json.loads(path.read_text()))
-        # bytes that are not text, text that is not JSON, lists nested without end, other content
-        except (OSError, ValueError, RecursionError) as error:
+            content = read_json(path)
+        except ValueError as error:
+            raise ValueError(f"{error}; {AGAIN}") from error
+        try:
+            return cls.from_dict(content)
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} cannot be read: {error}; {AGAIN}") from error
 
 

@@ -18,6 +18,7 @@ from cenet.data.parquet import parquet_images
 from cenet.data.sources import SUFFIXES, Folder, Source, Subset, read_names
 from cenet.data.tar_shards import tar_images
 from cenet.extras import require
+from cenet.files import check_regular
 
 Dataset = Literal["imagenet", "tinyimagenet", "cifar10", "digits"]
 CorruptionTo = Literal["other", "any"]
@@ -362,7 +363,10 @@ def find_part(folder: Path, names: tuple[str, ...]) -> Part | None:
 
 def _files(folder: Path, part: str, ending: str) -> list[Path]:
     found = (sorted(folder.glob(pattern.format(part, ending))) for pattern in PATTERNS)
-    return next((paths for paths in found if paths), [])
+    paths = next((paths for paths in found if paths), [])
+    for path in paths:
+        check_regular(path)
+    return paths
 
 
 def _encoded(part: Part) -> Encoded:

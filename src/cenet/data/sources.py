@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from cenet.files import check_regular
+
 # endings of image files
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 # files with the name of a class in each line
@@ -56,6 +58,7 @@ class Folder:
 
     def read(self, index: int) -> bytes:
         """See `Source`."""
+        check_regular(self.paths[index])
         return self.paths[index].read_bytes()
 
 

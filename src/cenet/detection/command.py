@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from cenet.arguments import run_command
 from cenet.detection.job import DetectionJob, evaluate_run, show_run, train
 from cenet.detection.recipes import RECIPES, find_recipe
 from cenet.detection.trainer import DetectionOptions
@@ -23,7 +24,7 @@ def main(arguments: list[str]) -> None:
         run_train(parse(arguments[1:]))  # its arguments depend on the recipe
         return
     try:
-        tyro.extras.subcommand_cli_from_dict(
+        run_command(
             {"train": run_train, "eval": evaluate, "show": show},
             prog="cenet detect",
             args=arguments or ["--help"],
@@ -52,9 +53,12 @@ def run_train(job: DetectionJob) -> None:
     row = exit_with_reason(lambda: train(job, clock), job.options.out)
     if row and is_first_process():
         found = ", ".join(
-            f"{name.replace('_', ' ')} {value:.3f}" for name, value in row.items() if "_ap" in name
+            f"{name.replace('_', ' ')} {value:.3f}"
+            for name, value in row.items()
+            if "_ap" in name and isinstance(value, float)
         )
-        print(f"epoch {row['epoch']}: {found}; everything is in {job.options.out}")
+        found = f"{found}; " if found else ""
+        print(f"epoch {row['epoch']}: {found}everything is in {job.options.out}")
 
 
 def evaluate(run: Run, data: Path | None = None, device: Device = "auto") -> None:

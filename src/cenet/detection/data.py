@@ -14,7 +14,7 @@ from cenet.data.decoding import read_image
 from cenet.detection.coco import Faults, Record, clean
 from cenet.detection.recipes import DetectionRecipe
 from cenet.detection.synthetic import draw_shapes
-from cenet.run_folder import read_json
+from cenet.files import read_json
 
 SHAPES = (400, 100)  # number of synthetic training and test images
 SHOWN = 3  # names that a message lists for a fault
@@ -211,7 +211,10 @@ def scenes(
 
 
 def _fault(root: Path, record: Record) -> str | None:
-    path = root / record["file_name"]
+    name = Path(record["file_name"])
+    path = root / name
+    if name.is_absolute() or ".." in name.parts:
+        return "images whose file is outside of the folder of images"
     if max(size := (record["width"], record["height"])) > MOST_ELONGATED * min(size):
         return f"images more than {MOST_ELONGATED} times as long as wide"
     try:

@@ -19,8 +19,8 @@ from cenet.detection.page import build_page, read_source
 from cenet.detection.predictions import choose, predictions_section
 from cenet.detection.recipes import DetectionRecipe
 from cenet.detection.trainer import DetectionOptions, DetectionTrainer, build_detector
+from cenet.files import harmless, replace_file
 from cenet.report.pages import save_page
-from cenet.run_folder import replace_file
 from cenet.train.job import Device, run_loop
 from cenet.train.loop import Loop
 from cenet.train.recipes import read_run
@@ -92,7 +92,7 @@ def train(job: DetectionJob, clock: Clock | None = None) -> dict[str, Any]:
 def write_left_out(path: Path, parts: dict[str, Scenes]) -> None:
     """Write the images and objects that are not used, and why; no file if all are used."""
     rows = [
-        (name, fault, one)
+        (name, fault, harmless(one))
         for name, part in parts.items()
         for fault, names in part.faults.items()
         for one in names

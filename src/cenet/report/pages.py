@@ -16,12 +16,12 @@ import cenet.report.channels as channels
 import cenet.report.layers as layers
 import cenet.report.tables as tables
 from cenet.analysis.diagnosis import FILE, Diagnosis
-from cenet.formatting import Cell, count, show
+from cenet.files import harmless, replace_file
+from cenet.formatting import count, show
 from cenet.report.charts import DARK, LIGHT, MARKS, STYLE, standalone
 from cenet.report.curves import training_figures, watched_figures
 from cenet.report.elements import Figure, Page, Section, Table
 from cenet.report.sources import Source, from_diagnosis, printable, read_sources
-from cenet.run_folder import replace_file
 from cenet.version import VERSION
 
 LOOKS = (
@@ -34,7 +34,6 @@ const dark = () => root.dataset.theme ? root.dataset.theme === "dark"
 const tell = () => button.setAttribute("aria-pressed", dark());
 button.addEventListener("click", () => { root.dataset.theme = dark() ? "light" : "dark"; tell(); });
 button.hidden = false; tell();"""
-FORMULA = ("=", "+", "-", "@")  # first characters of formulas in a spreadsheet
 
 
 def write_page(
@@ -173,14 +172,9 @@ def table_csv(table: Table) -> str:
     """A table as CSV, with unformatted numbers."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([_harmless(column.name) for column in table.columns])
-    writer.writerows([_harmless(cell) for cell in row] for row in table.rows)
+    writer.writerow([harmless(column.name) for column in table.columns])
+    writer.writerows([harmless(cell) for cell in row] for row in table.rows)
     return text.getvalue()
-
-
-def _harmless(cell: Cell) -> Cell:
-    """The cell, quoted if a spreadsheet would run it as a formula."""
-    return f"'{cell}" if isinstance(cell, str) and cell.startswith(FORMULA) else cell
 
 
 def render(page: Page, files: str) -> str:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from cenet.analysis.diagnosis import FILE, LARGEST, Diagnosis, Layer
-from cenet.run_folder import ABOUT, CHANNELS, METRICS, read_json, read_metrics
+from cenet.files import read_json
+from cenet.run_folder import ABOUT, CHANNELS, METRICS, read_metrics
 
 WATCHED = ("dormant_ratio", "participation_share", "correlation")
 MOST = 8  # runs on a page, as many as there are colours

@@ -7,9 +7,7 @@ checkpoint compares the digest and never executes code.
 """
 
 import json
-import os
 import random
-import re
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cenet.checkpoints import digest
-from cenet.run_folder import beside, replacing
+from cenet.files import check_regular, replacing
 
 Metadata = dict[str, Any]
 Tensors = dict[str, Tensor]
@@ -50,35 +48,16 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]
     """
     text = json.dumps(metadata, allow_nan=True, sort_keys=True)
     header = {"facts": text, "digest": digest(tensors, text)}
-    # safetensors makes temporary files beside the one it writes, and a kill leaves them behind:
-    # they are in a folder that `forget_old` removes
-    room = beside(path)
-    room.mkdir(parents=True, exist_ok=True)
-    try:
-        with replacing(path, room / path.name) as new:
-            _save(dict(tensors), new, header)
-    finally:
-        shutil.rmtree(room, ignore_errors=True)
-
-
-def _save(tensors: Tensors, path: Path, header: dict[str, str]) -> None:
-    """Write a safetensors file without holding Python's lock.
-
-    Raises:
-        OSError: with the number of the system's error, which safetensors has in its message alone.
-    """
-    try:
-        save_file(tensors, path, header)
-    except SafetensorError as error:
-        found = re.search(r"os error (\d+)", str(error))
-        if found is None:
-            raise OSError(str(error)) from error
-        raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as room:
+        # it does not hold Python's lock, and makes temporary files beside the one it writes
+        save_file(dict(tensors), room / path.name, header)
 
 
 def read(path: Path) -> tuple[Tensors, Metadata]:
     """Tensors and metadata of a checkpoint; DamagedCheckpoint if one bit of it has changed."""
     try:
+        check_regular(path)
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

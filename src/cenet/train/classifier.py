@@ -25,7 +25,6 @@ from cenet.train.build import (
     autocast,
     build_loss,
     build_mixup,
-    build_network,
     check_size,
     synchronized,
 )
@@ -40,7 +39,7 @@ from cenet.train.evaluation import Tester
 from cenet.train.loop import Batch, Loop
 from cenet.train.options import Options
 from cenet.train.recipes import Recipe
-from cenet.train.weights import InitialWeights, load_initial_weights_
+from cenet.train.weights import InitialWeights, build_network, load_initial_weights_
 
 Step = Callable[[nn.Module], None]
 

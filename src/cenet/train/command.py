@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar
 import tyro
 
 import cenet.signals as signals
+from cenet.arguments import parse as arguments_of
 from cenet.distributed import is_first_process, rank
 from cenet.formatting import percent
 from cenet.signals import Interrupted
@@ -59,7 +60,7 @@ def parse_job(
     try:
         job = default(name)
         flat: Any = Annotated[type(job), tyro.conf.OmitArgPrefixes]
-        found: J = tyro.cli(flat, default=job, args=rest, prog=f"{command} {name}")
+        found: J = arguments_of(flat, default=job, args=rest, prog=f"{command} {name}")
     except ValueError as error:
         # all processes have the same arguments; one message is enough
         raise SystemExit(str(error) if is_first_process() else 1) from error
@@ -74,11 +75,17 @@ def run(job: Job) -> None:
         images, note = "test", ""
         if share := job.recipe.holdout:
             images, note = "held-out", f"of training images held out by --holdout {share:g}; "
-        top1, top5 = (percent(row[name], ".2f") for name in ("test_top1", "test_top5"))
-        print(
-            f"epoch {row['epoch']}: {images} top-1 {top1}, top-5 {top5}, "
-            f"loss {row['test_loss']:.4f}; {note}everything is in {job.options.out}"
-        )
+        columns: dict[str, Callable[[float], str]] = {
+            "test_top1": lambda value: f"top-1 {percent(value, '.2f')}",
+            "test_top5": lambda value: f"top-5 {percent(value, '.2f')}",
+            "test_loss": lambda value: f"loss {value:.4f}",
+        }
+        # a row of another version may have others
+        known = [
+            words(row[name]) for name, words in columns.items() if isinstance(row.get(name), float)
+        ]
+        found = f"{images} {', '.join(known)}; {note}" if known else ""
+        print(f"epoch {row['epoch']}: {found}everything is in {job.options.out}")
 
 
 def exit_with_reason(run: Callable[[], dict[str, Any]], out: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from traceback import clear_frames
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
@@ -105,20 +106,27 @@ def run_loop(
         torch.set_num_threads(options.threads)
     try:
         with _folder(options, own):
-            loop = build(own)
-            loop.clock = clock
-            if options.resume == "auto":
-                said = loop.resume()
-                if said and own.is_first:
-                    print(said)
-            return loop.run()
-    except RuntimeError as error:
+            return _run(build(own), options, own, clock)
+    except BaseException as error:
+        clear_frames(error.__traceback__)  # they hold the loop, which holds the process group
         from cenet.data.workers import explain
 
         explain(error)
         raise
     finally:
         distributed.finish()
+
+
+def _run(
+    loop: "Loop", options: RunOptions, own: distributed.Processes, clock: Clock
+) -> dict[str, Any]:
+    """Resume a loop if asked to, and run it; in a function that lets go of it at its end."""
+    loop.clock = clock
+    if options.resume == "auto":
+        said = loop.resume()
+        if said and own.is_first:
+            print(said)
+    return loop.run()
 
 
 @contextmanager

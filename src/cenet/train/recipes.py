@@ -12,7 +12,8 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
 from typing_extensions import override
 
 from cenet.data.datasets import Augment, CorruptionTo, Dataset, InputSpec
-from cenet.run_folder import ABOUT, read_json
+from cenet.files import read_json
+from cenet.run_folder import ABOUT
 
 Schedule = Literal["step", "cosine", "poly"]
 Precision = Literal["float32", "bfloat16", "float16"]

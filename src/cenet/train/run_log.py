@@ -3,13 +3,15 @@
 import csv
 import io
 import json
+import math
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from cenet.analysis.monitor import FIELDS, Values
 from cenet.data.datasets import InputSpec
-from cenet.run_folder import ABOUT, CHANNELS, METRICS, METRICS_CSV, read_metrics, replace_file
+from cenet.files import harmless, open_to_append, read_json, replace_file
+from cenet.run_folder import ABOUT, CHANNELS, METRICS, METRICS_CSV, read_metrics
 from cenet.train.recipes import TrainingRecipe
 
 # columns that differ between two runs of the same recipe
@@ -57,8 +59,8 @@ class RunLog:
             "environment": environment,
         }
         if updates:  # keep what the first start of the run wrote
-            with suppress(OSError, ValueError, KeyError, TypeError):
-                before = json.loads(path.read_text())
+            with suppress(ValueError, KeyError, TypeError):
+                before = read_json(path)
                 about["environment"] = before["environment"]
                 about["resumed"] = [*before.get("resumed", []), environment]
                 about["times"] = list(before.get("times", []))
@@ -85,21 +87,25 @@ class RunLog:
         """Add the measurements of the monitor after this many updates."""
         path = self.folder / CHANNELS
         is_new = not path.exists()
-        with path.open("a", newline="") as file:
+        with open_to_append(path) as file:
             writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
             if is_new:
                 writer.writeheader()
-            writer.writerows({"step": updates, "layer": name, **values[name]} for name in values)
+            writer.writerows(
+                {"step": updates, "layer": harmless(name), **values[name]} for name in values
+            )
 
     def _forget_channels(self, updates: int) -> None:
         path = self.folder / CHANNELS
         if not path.is_file():
             return
         with path.open(newline="") as file:
-            kept = [row for row in csv.DictReader(file) if int(row["step"]) < updates]
-        # earlier versions wrote other columns
+            rows = csv.DictReader(file)
+            # of other versions; `add_channels` writes no cells for those that it does not know
+            others = [name for name in rows.fieldnames or () if name not in FIELDS]
+            kept = [row for row in rows if _step(row, path) < updates]
         text = io.StringIO()
-        writer = csv.DictWriter(text, FIELDS, extrasaction="ignore", lineterminator="\n")
+        writer = csv.DictWriter(text, [*FIELDS, *others], lineterminator="\n")
         writer.writeheader()
         writer.writerows(kept)
         replace_file(path, text.getvalue().encode())
@@ -122,9 +128,19 @@ class RunLog:
         replace_file(self.folder / METRICS, lines.encode())
         table = io.StringIO()
         if self.rows:
-            # an earlier version, which began the run, may have written fewer columns
+            # rows of other versions, or edited ones, have other columns
             columns = dict.fromkeys(name for row in self.rows for name in row)
-            writer = csv.DictWriter(table, list(columns), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(self.rows)
+            writer = csv.writer(table, lineterminator="\n")
+            writer.writerow([harmless(name) for name in columns])
+            writer.writerows([harmless(row.get(name)) for name in columns] for row in self.rows)
         replace_file(self.folder / METRICS_CSV, table.getvalue().encode())
+
+
+def _step(row: dict[str, Any], path: Path) -> float:
+    """The update of a row of channels.csv; that of a row whose writing was cut off is infinite."""
+    if any(name in row and row[name] is None for name in FIELDS):
+        return math.inf
+    try:
+        return int(row["step"])
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{path} is not of `cenet train --monitor-every`: {error!r}") from error

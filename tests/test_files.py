@@ -1,0 +1,280 @@
+"""Files that commands write: the old content or the new, whatever happens in between."""
+
+import errno
+import os
+import shutil
+import signal
+import stat
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from _detection import write_detection_run
+from _disks import file_size_limit, files_in, fill, small_disk
+from _training import TINY, call, few_digits, trainer
+from cenet.analysis.diagnosis import FILE, Diagnosis
+from cenet.checkpoints import read_state
+from cenet.data.datasets import find_part
+from cenet.data.decoding import decode
+from cenet.data.sources import Folder
+from cenet.detection.job import write_left_out
+from cenet.export import export_folded, write_onnx
+from cenet.files import harmless, open_to_append, read_json, replace_file, replacing
+from cenet.models import create_model
+from cenet.run_folder import CHANNELS, LOCK, METRICS_CSV, locked, read_metrics
+from cenet.train import checkpoint
+from cenet.train.run_log import RunLog
+
+
+def test_old_content_or_new(tmp_path):
+    path = tmp_path / "file"
+    replace_file(path, b"old")
+    assert path.read_bytes() == b"old"
+    with replacing(path) as room:
+        (room / "file").write_bytes(b"new")
+        assert path.read_bytes() == b"old"
+    assert files_in(tmp_path) == {path.relative_to(tmp_path): b"new"}
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "message"),
+    [
+        (OSError(errno.ENOSPC, "full", "other"), OSError, r"No space left on device: '.*/file'"),
+        (OSError("no number"), OSError, "no number"),
+        (SafetensorError("I/O error: full (os error 28)"), OSError, r"No space left.*/file'"),
+        (RuntimeError("of another kind"), RuntimeError, "of another kind"),
+        (KeyboardInterrupt(), KeyboardInterrupt, None),
+    ],
+)
+def test_after_an_error_everything_is_as_before(tmp_path, error, raised, message):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    before = files_in(tmp_path)
+
+    def fail():
+        with replacing(path) as room:
+            (room / "file").write_bytes(b"ne")
+            raise error
+
+    with pytest.raises(raised, match=message):
+        fail()
+    assert files_in(tmp_path) == before
+
+
+def test_several_files_change_together(tmp_path):
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        replace_file(path, b"old")
+    before = files_in(tmp_path)
+    with pytest.raises(OSError, match="No such file"), replacing(*paths) as room:
+        (room / "a").write_bytes(b"new")  # and b not
+    assert files_in(tmp_path) == before
+
+
+def test_only_this_user_sees_a_file_that_is_being_written(tmp_path):
+    with replacing(tmp_path / "file") as room:
+        assert stat.S_IMODE(room.stat().st_mode) == 0o700
+        (room / "file").touch()
+    os.umask(mask := os.umask(0))
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o666 & ~mask
+
+
+def test_a_device_or_a_pipe_is_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(OSError, match="not a regular file"):
+            replace_file(path, b"new")
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
+def test_a_planted_link_is_not_followed(tmp_path):
+    victim, folder = tmp_path / "victim", tmp_path / "folder"
+    victim.write_text("of somebody else")
+    folder.mkdir()
+    for name in (LOCK, "file"):
+        (folder / name).symlink_to(victim)
+    with pytest.raises(OSError, match=r"a link, which may lead anywhere; remove it: '.*/.lock'"):
+        locked(folder).__enter__()
+    with pytest.raises(OSError, match="a link"):
+        open_to_append(folder / "file")
+    replace_file(folder / "file", b"new")  # the link itself is replaced
+    assert (folder / "file").read_bytes() == b"new"
+    assert victim.read_text() == "of somebody else"
+    (folder / LOCK).unlink()
+    with locked(folder), pytest.raises(ValueError, match="another process is writing"):
+        in_another_process(lambda: locked(folder).__enter__())
+
+
+def in_another_process(function):
+    """Call a function in a fork, which does not have the locks of this process; raise its error."""
+    receiver, sender = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            function()
+        except ValueError as error:
+            os.write(sender, str(error).encode())
+        os._exit(0)
+    os.close(sender)
+    os.waitpid(child, 0)
+    with os.fdopen(receiver) as said:
+        raise ValueError(said.read())
+
+
+def test_a_pipe_is_not_waited_for(tmp_path, monkeypatch):
+    """Whatever a command reads may be one; a pipe that nobody writes to would be read for ever."""
+    signal.alarm(60)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reads = {
+        "JSON": lambda: read_json(pipe),
+        "rows": lambda: read_metrics(pipe),
+        "a diagnosis": lambda: Diagnosis.read(pipe),
+        "a checkpoint": lambda: checkpoint.read(pipe),
+        "weights": lambda: read_state(pipe),
+        "an image": lambda: decode(Folder([pipe]), 0),
+    }
+    for name, read in reads.items():
+        with pytest.raises(ValueError, match=r"not a (regular )?file"):
+            pytest.fail(f"{name}: {read()}")
+    shard = tmp_path / "data" / "train-0.tar"
+    shard.parent.mkdir()
+    os.mkfifo(shard)
+    with pytest.raises(OSError, match="not a regular file"):
+        find_part(shard.parent, ("train",))
+    signal.alarm(0)
+
+
+def test_json_nested_too_deeply_is_one_clear_error(tmp_path):
+    path = tmp_path / "deep.json"
+    path.write_text("[" * 10**5)
+    for read in (read_json, Diagnosis.read):
+        with pytest.raises(ValueError, match=r"deep.json cannot be read: it is nested too deeply"):
+            read(path)
+    path.write_text('{"epoch": ' + "[" * 10**5)
+    with pytest.raises(ValueError, match=r"deep.json cannot be read: .*deep"):
+        read_metrics(path)
+
+
+@pytest.mark.parametrize(
+    ("cell", "written"),
+    [
+        ("=1+1", "'=1+1"), ("+a", "'+a"), ("-a", "'-a"), ("@a", "'@a"), ("\t=1", "'\t=1"),
+        ("-0.5", "-0.5"), ("-inf", "-inf"), (-0.5, -0.5), ("a=b", "a=b"), ("", ""), (None, None),
+    ],
+)  # fmt: skip
+def test_text_that_is_a_formula_is_quoted(cell, written):
+    assert harmless(cell) == written
+
+
+def test_tables_of_a_run_hold_no_formulas(tmp_path):
+    scenes = SimpleNamespace(faults={"=fault": ["=image", "b.png"]})
+    write_left_out(tmp_path / "left_out.csv", {"train": scenes})
+    assert "'=image" in (tmp_path / "left_out.csv").read_text()
+    log = RunLog(tmp_path)
+    log.add({"epoch": 1, "=name": "@value", "loss": -0.5})
+    log.add_channels(3, {"=layer": {}})
+    assert (tmp_path / METRICS_CSV).read_text() == "epoch,'=name,loss\n1,'@value,-0.5\n"
+    assert "3,'=layer," in (tmp_path / CHANNELS).read_text()
+
+
+def test_a_network_is_exported_whole_or_not_at_all(tmp_path):
+    network, x = Convolution().eval(), torch.zeros(1, 3, 8, 8)
+    ways = {
+        "network.onnx": lambda path: write_onnx(network, path, x, ["y"]),
+        "network.pt2": lambda path: export_folded(network, path, x),
+    }
+    for name, write in ways.items():
+        write(tmp_path / name)
+        before = files_in(tmp_path)
+        with file_size_limit(1000), pytest.raises(OSError, match=f"File too large: '.*/{name}'"):
+            write(tmp_path / name)
+        assert files_in(tmp_path) == before
+
+
+class Convolution(nn.Module):
+    """A network whose argument has the name that exporting expects."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Conv2d(3, 64, 3)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+# every command that writes, but for training, whose checkpoints have tests of their own
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run of digits, one of a detector, and the weights of a small network."""
+    folder = tmp_path_factory.mktemp("runs")
+    trainer(replace(TINY, epochs=1), folder / "digits", few_digits()).run()
+    write_detection_run(folder / "shapes", epochs=2)
+    torch.save(
+        create_model(NETWORK.removeprefix("ce"), num_classes=10).state_dict(),
+        folder / "weights.pth",
+    )
+    return folder
+
+
+NETWORK = "ceshufflenetv2_x0_5"
+EXPORT = ("export", NETWORK, "{runs}/weights.pth", "--out")
+COMMANDS = {
+    "safetensors": (*EXPORT, "{disk}/network", "--format", "safetensors"),
+    "onnx": (*EXPORT, "{disk}/network.onnx"),
+    "folded": (*EXPORT, "{disk}/network.pt2", "--format", "folded"),
+    "eval": ("eval", "{runs}/digits", "--recalibrate", "1", "--save", "{disk}/w.safetensors"),
+    "report": ("report", "{runs}/digits", "--out", "{disk}/page.html"),
+    "diagnose": (
+        *("diagnose", "{runs}/digits", "--limit", "32", "--ablation-images", "0"),
+        *("--out", "{disk}"),
+    ),
+    "detect show": ("detect", "show", "{disk}/shapes", "--images", "0"),
+}
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("kind", ["limit on the size of files", "full disk"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_that_cannot_write_says_so_and_changes_nothing(
+    command, kind, runs, tmp_path, monkeypatch
+):
+    disk = tmp_path / "disk"
+    arguments = [text.format(runs=runs, disk=disk) for text in COMMANDS[command]]
+
+    def once():
+        if command == "detect show":
+            shutil.copytree(runs / "shapes", disk / "shapes", dirs_exist_ok=True)
+        call(monkeypatch, *arguments)
+
+    def again():
+        before = files_in(disk)
+        with pytest.raises(SystemExit) as left:
+            call(monkeypatch, *arguments)
+        assert isinstance(left.value.code, str)  # a text is printed, and the exit code is 1
+        assert len(left.value.code.splitlines()) == 1
+        after = files_in(disk)
+        if command == "diagnose":  # the page did not fit; the diagnosis, with new times, may have
+            assert Diagnosis.read(disk / FILE)
+            after[Path(FILE)] = before[Path(FILE)]
+        assert after == before
+        return left.value.code
+
+    if kind == "full disk":
+        with small_disk(disk, 32 * 2**20):
+            once()
+            fill(disk)
+            assert "No space left on device" in again()
+        return
+    disk.mkdir()
+    once()
+    largest = max(path.stat().st_size for path in disk.rglob("*"))
+    with file_size_limit(largest // 2):
+        assert "File too large" in again()
