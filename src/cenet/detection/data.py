@@ -9,8 +9,9 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from cenet.data.decoding import read_image
+from cenet.data.decoding import read, read_image
 from cenet.data.input_spec import FILES_MEAN, FILES_STD, InputSpec
+from cenet.data.sources import Folder, mark, sample
 from cenet.detection.coco import Faults, Record, clean
 from cenet.detection.recipes import DetectionRecipe
 from cenet.detection.synthetic import draw_shapes
@@ -45,12 +46,26 @@ class Scenes(NamedTuple):
         return pixels
 
     def digest(self) -> str:
-        """The same for the same images and objects, wherever the files are."""
-        found = blake2b(digest_size=16)
+        """The same for the same images and objects, wherever the files are.
+
+        Behind a colon, it has marks of a sample of images: of their pixels or files, and of the
+        masks on them.
+        """
+        found, marks = blake2b(digest_size=16), ""
         for record in (*self.images, *self.coco["annotations"]):
             text = [value for key, value in record.items() if key != "segmentation"]
             found.update(repr(text).encode())
-        return found.hexdigest()
+        for number in sample(len(self.images)):
+            masks = [record.get("segmentation") for record in self.objects[number]]
+            marks += mark(self._content(number) + repr(masks).encode())
+        return f"{found.hexdigest()}:{marks}"
+
+    def _content(self, index: int) -> bytes:
+        """The bytes of the file or of the pixels of an image."""
+        if self.pixels is not None:
+            return self.pixels[index].numpy().tobytes()
+        assert self.root is not None
+        return read(Folder([self.root / self.images[index]["file_name"]]), 0)
 
     def report(self) -> str:
         """What there is, and what was left out."""
