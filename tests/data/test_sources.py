@@ -30,6 +30,8 @@ from cenet.data.datasets import (
 )
 from cenet.data.loaders import training_loader
 from cenet.data.order import Shard
+from cenet.data.sources import SAMPLE, are_same_images, mark
+from cenet.data.sources import sample as evenly_spaced
 from cenet.extras import MissingExtraError
 from cenet.signals import Interrupted
 
@@ -304,6 +306,32 @@ def test_parquet_of_datasets(pattern, kind, files_folder, few_files, tmp_path):
                 found = datasets.Dataset.from_dict(chosen, datasets.Features(features))
                 found.to_parquet(path, batch_size=7)
     assert_same_data(image_folders(tmp_path, 16, resident=False), few_files)
+
+
+def test_few_images_may_have_changed_and_none_may_be_missing():
+    marks = [mark(bytes([number])) for number in range(SAMPLE)]
+
+    def digest(changed=0, names="names", left_out=0):
+        own = [mark(b"other")] * changed + marks[changed:]
+        return f"{names}:{''.join(own[left_out:])}"
+
+    assert are_same_images(digest(), digest())
+    assert are_same_images(digest(), digest(changed=8))
+    assert not are_same_images(digest(), digest(changed=9))
+    assert not are_same_images(digest(), digest(names="others"))
+    assert not are_same_images(digest(), digest(left_out=1))
+    assert not are_same_images(digest(left_out=1), digest())
+    assert are_same_images("names", digest())  # of an earlier version
+    assert not are_same_images("others", digest())
+    assert are_same_images("pixels", "pixels")
+    assert [len(evenly_spaced(count)) for count in (0, 1, 63, 64, 65, 10**6)] == [
+        0,
+        1,
+        63,
+        64,
+        33,
+        64,
+    ]
 
 
 def test_names_in_the_parquet_file_go_before_those_beside_it(tmp_path):

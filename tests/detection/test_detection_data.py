@@ -9,9 +9,10 @@ from dataclasses import replace
 
 import numpy
 import pytest
+import torch
 from PIL import Image
 
-from _detection import annotation, box, coco
+from _detection import SQUARE, annotation, box, coco
 from cenet.detection.data import load, scenes
 from cenet.detection.evaluation import score
 from cenet.detection.job import write_left_out
@@ -46,9 +47,13 @@ def test_images_of_other_kinds(folder):
     assert 120 < data.read(0).float().mean() < 135
 
 
+GREY = torch.full((3, 40, 60), 128, dtype=torch.uint8)
+
+
 def test_a_digest_tells_data_apart():
-    def digest(*annotations, **changes):
-        return scenes("one", {**coco(*annotations, images=2), **changes}, pixels=[]).digest()
+    def digest(*annotations, pixels=(GREY, GREY), **changes):
+        given = {**coco(*annotations, images=2), **changes}
+        return scenes("one", given, pixels=list(pixels)).digest()
 
     same = digest(annotation())
     assert digest(annotation(id=7)) == same
@@ -58,8 +63,23 @@ def test_a_digest_tells_data_apart():
         digest(annotation(image_id=2)),
         digest(annotation(), annotation()),
         digest(annotation(), images=coco(images=1)["images"]),
+        digest(annotation(segmentation=[[9.0, *SQUARE[1:]]])),
+        digest(annotation(), pixels=[GREY + 1, GREY]),
     }
-    assert len({same, *other}) == 6
+    assert len({same, *other}) == 8
+
+
+def test_a_digest_has_the_contents_of_files(folder):
+    def digests():
+        return [part.digest() for part in load(RECIPES["resnet50_ce"], folder)]
+
+    before = digests()
+    path = folder / "train2017" / "2.png"
+    Image.new("RGB", (60, 40), (0, 0, 9)).save(path)
+    after = digests()
+    assert after[1] == before[1]
+    assert after[0] != before[0]
+    assert after[0].split(":")[0] == before[0].split(":")[0]  # as checkpoints of before have it
 
 
 @pytest.fixture

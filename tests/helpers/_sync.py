@@ -159,8 +159,8 @@ def _with_counts(
     return statistics.merge(torch.cat([counts[:, list(order)], rest], 1), layout, center)
 
 
-def _whole_windows_only(x: Tensor, moments: Any, instance_var: Any, layout: Any) -> Tensor:
-    told = statistics.message(x, moments, instance_var, layout)
+def _whole_windows_only(x: Tensor, *args: Any) -> Tensor:
+    told, layout = statistics.message(x, *args), args[-1]
     n, _, height, width = x.shape
     count = told.new_tensor([n * (height // layout.pool) * (width // layout.pool)])
     return torch.cat([told[:2], count, told[3:]])

@@ -14,7 +14,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import numpy
 import pytest
@@ -25,8 +24,19 @@ from safetensors.torch import save_file
 
 from _checks import version_1
 from _distributed import SERVER
-from _training import ALONE, TINY, VARIATIONS, assert_same_run, call, few_digits, stop_at, trainer
+from _training import (
+    ALONE,
+    TINY,
+    VARIATIONS,
+    assert_same_run,
+    call,
+    few_digits,
+    stop_at,
+    trainer,
+    write_digits,
+)
 from cenet.checkpoints import digest, read_state
+from cenet.data.datasets import image_folders
 from cenet.data.sources import Folder
 from cenet.distributed import Processes
 from cenet.run_folder import WEIGHTS, locked
@@ -113,7 +123,7 @@ def test_an_interrupted_run_over_files(workers, few_files, tmp_path):
     assert said.endswith(f": all {recipe.epochs} epochs are trained")
 
 
-def test_other_images_are_another_run(few_files, tmp_path):
+def test_other_images_are_another_run(files_folder, few_files, tmp_path):
     def resumed(data, recipe, out):
         first = trainer(recipe, out, data)
         stop_at(first, 2)
@@ -128,9 +138,14 @@ def test_other_images_are_another_run(few_files, tmp_path):
         again(digits._replace(train=digits.train._replace(images=images)))
     recipe = replace(TINY, augment="imagenet", image_size=16, dataset="imagenet")
     again = resumed(few_files, recipe, tmp_path / "files")
-    elsewhere = [Path("/elsewhere", *path.parts[-2:]) for path in few_files.train.source.paths]
+    shutil.copytree(files_folder / "train", tmp_path / "elsewhere")
+    place = tmp_path / "elsewhere"
+    elsewhere = [place.joinpath(*path.parts[-2:]) for path in few_files.train.source.paths]
     assert again(few_files._replace(train=few_files.train._replace(source=Folder(elsewhere))))
-    renamed = [Path("/elsewhere", "other", path.name) for path in elsewhere]
+    renamed = [place / "other" / f"{i}.png" for i in range(len(elsewhere))]
+    for one, other in zip(elsewhere, renamed, strict=True):
+        other.parent.mkdir(exist_ok=True)
+        shutil.copy(one, other)
     for paths in (elsewhere[::-1], [*elsewhere[:-1], elsewhere[0]], renamed):
         with pytest.raises(ValueError, match="images or what is known about them differ"):
             again(few_files._replace(train=few_files.train._replace(source=Folder(paths))))
@@ -497,7 +512,7 @@ def test_rows_of_another_version_are_kept_and_the_run_goes_on(tmp_path):
     ("row", "said"),
     [
         ({"test_accuracy": 0.5}, "epoch 1: everything is in"),
-        ({"test_top1": 0.5, "test_loss": "low"}, "epoch 1: test top-1 50.00%; everything is in"),
+        ({"test_top1": 0.5, "test_loss": "low"}, "epoch 1: test top-1 50.00 %; everything is in"),
     ],
 )
 def test_a_finished_run_with_rows_of_another_version_says_what_it_knows(
@@ -523,3 +538,34 @@ def test_sums_over_all_processes_are_resumed_by_the_first_alone(tmp_path):
         engine.resume()
         assert engine.position.sums[-1] == expected
         assert bool(engine.position.sums.any()) == (rank == 0)
+
+
+def test_files_with_other_contents_are_refused(tmp_path):
+    data = write_digits(tmp_path / "data")
+    recipe = replace(TINY, augment="imagenet", image_size=16, dataset="imagenet")
+    first = trainer(recipe, tmp_path / "run", image_folders(data, 16, resident=False), workers=0)
+    stop_at(first, 2)
+    with pytest.raises(Interrupted):
+        first.run()
+
+    def resumed():
+        files = image_folders(data, 16, resident=False)
+        return trainer(recipe, tmp_path / "run", files, workers=0).resume()
+
+    copied = shutil.copytree(data, tmp_path / "copy")  # elsewhere, with other times
+    data = copied
+    assert "resuming" in resumed()
+    Image.new("L", (20, 18)).save(data / "train" / "0" / "x.png")  # repaired
+    assert "resuming" in resumed()
+    for path in (data / "train").rglob("*.png"):
+        Image.new("L", (20, 18)).save(path)
+    with pytest.raises(ValueError, match="images or what is known about them differ; use another"):
+        resumed()
+    # checkpoints of before have no digest of contents
+    for path in checkpoint.checkpoints(tmp_path / "run"):
+        tensors, facts = checkpoint.read(path)
+        checkpoint.write(path, tensors, {**facts, "data": facts["data"].split(":")[0]})
+    assert "resuming" in resumed()
+    (data / "train" / "0" / "x.png").rename(data / "train" / "0" / "y.png")
+    with pytest.raises(ValueError, match="images or what is known about them differ"):
+        resumed()

@@ -13,9 +13,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from cenet.data.decoding import decode, read_all
+from cenet.data.decoding import decode, read, read_all
 from cenet.data.parquet import parquet_images
-from cenet.data.sources import SUFFIXES, Folder, Source, Subset, read_names
+from cenet.data.sources import SUFFIXES, Folder, Source, Subset, mark, read_names, sample
 from cenet.data.tar_shards import tar_images
 from cenet.extras import require
 from cenet.files import check_regular
@@ -164,15 +164,20 @@ def is_for_files(augment: Augment) -> bool:
 
 
 def digest(data: Split) -> str:
-    """A digest of images and labels that does not depend on the folder of the files."""
-    found = blake2b(digest_size=16)
+    """A digest of images and labels that does not depend on the folder of the files.
+
+    Of image files, it has the names of all and, behind a colon, marks of the contents of a sample.
+    """
+    found, marks = blake2b(digest_size=16), ""
     for part in data:
         found.update(part.labels.numpy().tobytes())
         if isinstance(part, Encoded):
             found.update("".join(f"{key}|" for key in part.source.names()).encode())
+            places = sample(len(part.source))
+            marks += "".join(mark(read(part.source, place)) for place in places)
         else:
             found.update(part.images.contiguous().numpy().data)
-    return found.hexdigest()
+    return f"{found.hexdigest()}:{marks}" if marks else found.hexdigest()
 
 
 def load(recipe: DataSettings, folder: Path | None) -> Split:

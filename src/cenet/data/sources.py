@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from hashlib import blake2b
 from itertools import count
 from pathlib import Path
 from typing import Protocol
@@ -15,6 +16,36 @@ from cenet.files import check_regular
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 # files with the name of a class in each line
 NAMES_FILES = ("classes.txt", "classnames.txt")
+
+
+# images whose contents are compared when a run is resumed
+SAMPLE = 64
+MARK = 4  # bytes of the digest of one of them
+REPAIRED = 1 / 8  # share of them that may have changed: damaged files are repaired
+
+
+def sample(count: int) -> range:
+    """The numbers of at most `SAMPLE` of `count` images, evenly spaced."""
+    return range(0, count, max(1, -(-count // SAMPLE)))
+
+
+def mark(content: bytes) -> str:
+    """A short digest of an image, for `are_same_images`."""
+    return blake2b(content, digest_size=MARK).hexdigest()
+
+
+def are_same_images(before: str, now: str) -> bool:
+    """Whether two digests, names and marks with a colon between, are of the same images.
+
+    Digests of earlier versions have no marks.
+    """
+    names, marks = zip(before.partition(":")[::2], now.partition(":")[::2], strict=True)
+    if names[0] != names[1] or not all(marks):
+        return names[0] == names[1]
+    step = 2 * MARK  # letters
+    pairs = [[text[at : at + step] for text in marks] for at in range(0, len(marks[1]), step)]
+    changed = sum(one != other for one, other in pairs)
+    return len(marks[0]) == len(marks[1]) and changed <= REPAIRED * len(pairs)
 
 
 class Source(Protocol):

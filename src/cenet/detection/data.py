@@ -10,7 +10,8 @@ from torch import Tensor
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from cenet.data.datasets import FILES_MEAN, FILES_STD, HOLDOUT_SEED, InputSpec
-from cenet.data.decoding import read_image
+from cenet.data.decoding import read, read_image
+from cenet.data.sources import Folder, mark, sample
 from cenet.detection.coco import Faults, Record, clean
 from cenet.detection.recipes import DetectionRecipe
 from cenet.detection.synthetic import draw_shapes
@@ -45,12 +46,26 @@ class Scenes(NamedTuple):
         return pixels
 
     def digest(self) -> str:
-        """A digest of images and objects that does not depend on the folder of the files."""
-        found = blake2b(digest_size=16)
+        """A digest of images and objects that does not depend on the folder of the files.
+
+        Behind a colon, it has marks of a sample of images: of their pixels or files, and of the
+        masks on them.
+        """
+        found, marks = blake2b(digest_size=16), ""
         for record in (*self.images, *self.coco["annotations"]):
             text = [value for key, value in record.items() if key != "segmentation"]
             found.update(repr(text).encode())
-        return found.hexdigest()
+        for number in sample(len(self.images)):
+            masks = [record.get("segmentation") for record in self.objects[number]]
+            marks += mark(self._content(number) + repr(masks).encode())
+        return f"{found.hexdigest()}:{marks}"
+
+    def _content(self, index: int) -> bytes:
+        """The bytes of the file or of the pixels of an image."""
+        if self.pixels is not None:
+            return self.pixels[index].numpy().tobytes()
+        assert self.root is not None
+        return read(Folder([self.root / self.images[index]["file_name"]]), 0)
 
     def report(self) -> str:
         """Numbers of images and objects, and of those that were left out, for the terminal."""

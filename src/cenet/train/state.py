@@ -16,6 +16,7 @@ import cenet.train.checkpoint as checkpoint
 from cenet.checkpoints import load_state_
 from cenet.data.datasets import InputSpec
 from cenet.data.order import Shard
+from cenet.data.sources import are_same_images
 from cenet.distributed import Processes, gathered, total
 from cenet.train.build import build_optimizer, build_schedule
 from cenet.train.checkpoint import BackgroundWriter, Staging
@@ -201,13 +202,17 @@ class RunState:
         ]
         if metadata.get("inputs") != self.inputs.as_dict():
             changed.append("the classes or the pixels of the data differ")
-        elif metadata.get("data") != self.digest:
+        elif not self._is_of_same_data(str(metadata.get("data"))):
             changed.append("images or what is known about them differ")
         if changed:
             raise ValueError(
                 f"{path} is a checkpoint of another run: {'; '.join(changed)}; "
                 "use another --out for this one"
             )
+
+    def _is_of_same_data(self, digest: str) -> bool:
+        before, now = digest.split(), self.digest.split()  # of detection, training and test
+        return len(before) == len(now) and all(map(are_same_images, before, now))
 
 
 def _distributed(network: nn.Module, device: torch.device) -> nn.Module:
