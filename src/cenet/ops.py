@@ -20,9 +20,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._guards import detect_fake_mode
 
 from cenet import functional as F
+from cenet.internals import below_autograd, detect_fake_mode, increment_version
 from cenet.kernels.call import (
     ABSENT,
     BATCH,
@@ -131,7 +131,7 @@ def _norm_ce(*args: Any) -> tuple[Tensor, Tensor]:
     call = NormCECall.without_gaps(args)
     moved = [average for average in call.averages() if average is not None]
     if moved:
-        torch.autograd.graph.increment_version(moved)
+        increment_version(moved)
     with _device_of(call.x):
         return layer.forward(call)
 
@@ -196,7 +196,7 @@ class _NormCE(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
         call: NormCECall = args[-1]
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             y, state = norm_ce(*call)
         ctx.has_residual = call.residual is not None
         # with a residual, the sign of the activation's argument cannot be recomputed from x
@@ -253,7 +253,7 @@ def _through_activation(grad: Tensor, y: Tensor, act: str, slope: float) -> Tens
 class _NoSecondDerivative(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return norm_ce_backward(*args)
 
     @staticmethod
@@ -266,7 +266,7 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 def _autograd_norm_ce(*args: Any) -> Any:
     if not _wants_gradients(args):
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return norm_ce(*args)
     call = NormCECall._make(args)
     return _NormCE.apply(call.x, call.residual, *call.parameters(), call)
@@ -275,7 +275,7 @@ def _autograd_norm_ce(*args: Any) -> Any:
 def _autograd_norm_ce_backward(*args: Any) -> Any:
     if _wants_gradients(args):
         return _NoSecondDerivative.apply(*args)
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         return norm_ce_backward(*args)
 
 
@@ -287,7 +287,7 @@ def _wants_gradients(args: Sequence[Any]) -> bool:
 def _refuse_gradients(*args: Any) -> Any:
     if _wants_gradients(args):
         raise RuntimeError("cenet::folded_ce has no gradient; call it under torch.no_grad()")
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         return folded_ce(*args)
 
 

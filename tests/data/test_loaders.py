@@ -24,6 +24,7 @@ from cenet.data.input_spec import input_spec_of
 from cenet.data.loaders import ResidentLoader, evaluation_batches, training_loader
 from cenet.data.order import Shard, epoch_order
 from cenet.data.sources import Folder
+from cenet.internals import end_workers
 from cenet.train import RECIPES
 
 CPU = torch.device("cpu")
@@ -311,7 +312,7 @@ def test_one_that_dies_while_workers_end_does_not_save_the_others():
         def _shutdown_workers(self):
             raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed.")
 
-    pool._end(Found())
+    end_workers(Found())
     assert killed == [1, 1]
 
 

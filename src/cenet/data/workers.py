@@ -4,15 +4,15 @@ import gc
 import multiprocessing
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
-from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 import cenet.signals as signals
+from cenet.internals import Finalize, end_workers
 
 
 def loaded(
@@ -34,7 +34,7 @@ def loaded(
     found = _started(make)
     # also if Python exits while a traceback still refers to this iterator; before the priority (10)
     # at which multiprocessing closes the queues that tell workers to stop
-    end = Finalize(None, _end, (found,), exitpriority=20) if workers else None
+    end = Finalize(None, end_workers, (found,), exitpriority=20) if workers else None
     try:
         yield from found
     except ValueError as error:  # the message of a worker's error is a whole traceback
@@ -75,18 +75,6 @@ def untouched() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def _end(found: Any) -> None:
-    """Kill the workers of an iterator.
-
-    They ignore the signal with which Python ends processes, and a worker that died may hold a lock
-    that the others wait for.
-    """
-    with suppress(RuntimeError):  # a worker may die meanwhile
-        found._shutdown_workers()
-    for worker in found._workers:
-        worker.kill()
 
 
 def explain(error: BaseException) -> None:

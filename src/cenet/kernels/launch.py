@@ -19,7 +19,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import driver
+
+import cenet.internals as internals
 
 # the interpreter has no arithmetic in bfloat16: there, operands are widened after rounding
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -83,7 +84,7 @@ def compile_kernel(key: Key, wanted: Wanted) -> Any:
     """Compile a kernel, or find it in Triton's cache, for launches of this key."""
     kernel, args, constants = wanted
     names = kernel.arg_names[len(args) :]
-    compiled = kernel.warmup(*args, grid=(1,), **constants)
+    compiled = internals.compiled(kernel, args, constants)
     _compiled[key] = compiled, [constants[name] for name in names]
     return compiled
 
@@ -274,7 +275,7 @@ def _again(
     if INTERPRETED:
         return _interpret_again(known, [*tensors, scratch])
     begins = [*addresses, scratch.data_ptr()]
-    stream = driver.active.get_current_stream(device.index)
+    stream = internals.current_stream(device.index)
     for start, arguments, places, _ in known.launches:
         filled = arguments.copy()
         for place, region, offset in places:

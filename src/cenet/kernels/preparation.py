@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 from triton import knobs
-from triton.runtime import driver
 
+import cenet.internals as internals
 from cenet.kernels.launch import INTERPRETED, Key, Wanted, collecting, compile_kernel, is_compiled
 
 Step = Callable[[nn.Module], object]
@@ -82,7 +82,7 @@ def _compile(wanted: dict[Key, Wanted], shown: bool) -> None:
     # processes of torchrun share the cores
     cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     threads = max(1, min(cores, len(wanted)))
-    device = driver.active.get_current_device()  # made here: threads would each make a driver
+    device = internals.current_device()  # made here: threads would each make a driver
     for kernel in {id(one.kernel): one.kernel for one in wanted.values()}.values():
         # and this: threads would see half-made keys of kernels that share a function, and miss them
         # in the cache

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cenet import functional as F
+from cenet.internals import is_in_backward
 from cenet.nn.ranks import Ranks, SyncGroup
 from cenet.nn.statistics import Statistics
 
@@ -138,9 +139,7 @@ def _is_frozen_batch_norm(module: nn.Module) -> bool:
 
 def is_recomputation() -> bool:
     """Whether this forward pass runs inside a backward pass: a repeat of one already counted."""
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._current_graph_task_id() != -1
+    return not torch.compiler.is_compiling() and is_in_backward()
 
 
 @torch.no_grad()
