@@ -482,7 +482,7 @@ def test_rows_of_another_version_are_kept_and_the_run_goes_on(tmp_path):
     watched = tmp_path / "channels.csv"
     lines = watched.read_text().splitlines()
     lines = [f"{lines[0]},colour", *(f"{line},blue" for line in lines[1:])]
-    watched.write_text("\n".join(lines) + "\n12")  # the last line was cut off by a full disk
+    watched.write_text("\n".join(lines) + "\n1")  # the last line was cut off by a full disk
     second = trainer(TINY, tmp_path, few_digits(), monitor_every=2)
     second.resume()
     stop_at(second, 11)
