@@ -25,7 +25,7 @@ test-all: $(READY)  ## with the long tier
 test-gpu: $(READY)  ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu
 
-results: $(READY)  ## tables and figures of README and docs/results.md from experiments/results
+results: $(READY)  ## tables and figures of README, docs/results.md and docs/guide.md from experiments/results
 	$(BIN)/python -m experiments build
 
 lint: $(READY)

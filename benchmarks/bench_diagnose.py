@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import cenet.analysis.channels as measures
 from cenet.analysis import Recorder
 from cenet.analysis.recorder import LayerStatistics, pooled
+from cenet.formatting import percent
 from cenet.models.lookup import create_named
 
 TARGET = 0.10
@@ -96,8 +97,8 @@ def main() -> None:
         medians = (f"{statistics.median(column):.2f}" for column in zip(*pairs, strict=True))
         table.add_row(
             name, str(size), *medians,
-            f"{share:.1%}", f"{min(shares):.1%} to {max(shares):.1%}", str(len(pairs)),
-            f"{'met' if share <= TARGET else 'missed'}: ≤ {TARGET:.0%}",
+            percent(share), f"{percent(min(shares))} to {percent(max(shares))}", str(len(pairs)),
+            f"{'met' if share <= TARGET else 'missed'}: ≤ {percent(TARGET, '.0f')}",
         )  # fmt: skip
     Console(width=110).print(table)
 

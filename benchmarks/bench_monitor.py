@@ -19,6 +19,7 @@ from torch import nn
 from _runner import seconds
 from cenet.analysis import Monitor
 from cenet.analysis.monitor import EVERY
+from cenet.formatting import percent
 from cenet.models.lookup import create_named
 
 TARGET = 0.02
@@ -76,10 +77,10 @@ def main() -> None:
         table.add_row(
             name,
             *(f"{1e3 * statistics.median(column):.0f}" for column in zip(*pairs, strict=True)),
-            f"{share:.2%}",
-            f"{fifths[0]:.2%} to {fifths[-1]:.2%}",
+            percent(share, ".2f"),
+            f"{percent(fifths[0], '.2f')} to {percent(fifths[-1], '.2f')}",
             str(len(pairs)),
-            f"{'met' if share < TARGET else 'missed'}: < {TARGET:.0%}",
+            f"{'met' if share < TARGET else 'missed'}: < {percent(TARGET, '.0f')}",
         )
     Console(width=110).print(table)
 

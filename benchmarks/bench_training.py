@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from _runner import RESULTS, append_rows, environment, percentiles, row
 from cenet.data.datasets import Resident, Split, load
 from cenet.distributed import Processes
+from cenet.formatting import percent
 from cenet.signals import SignalWatch
 from cenet.train import RECIPES
 from cenet.train.classifier import Trainer
@@ -101,7 +102,8 @@ def main() -> None:
                 with profile(activities=[ProfilerActivity.CUDA]) as profiler:
                     trainer.train_epoch(signals)
                 seconds = trainer.position.seconds
-                busy = f"{busy_seconds(profiler.events()) / seconds:.1%} of {seconds:.3f} s"
+                share = busy_seconds(profiler.events()) / seconds
+                busy = f"{percent(share)} of {seconds:.3f} s"
                 trainer.end_epoch()
             timing = percentiles([1e3 * value for value in times[name]])
             rows.append(row(timing, None, {**columns, "provider": name}))
@@ -110,7 +112,7 @@ def main() -> None:
             print(f"{mode} {args.precision} {name:5} {timing.p50 / 1e3:.3f} s an epoch "
                   f"({min(times[name]):.3f} to {max(times[name]):.3f}), {ratio:.2f} of plain; "
                   f"GPU busy {busy}; losses {last['train_loss']:.4f} and {last['test_loss']:.4f}, "
-                  f"test top-1 {last['test_top1']:.2%}")  # fmt: skip
+                  f"test top-1 {percent(last['test_top1'], '.2f')}")  # fmt: skip
     append_rows(args.out, rows)
 
 

@@ -38,12 +38,14 @@ class Walk:
         code = frame.f_code
         if event != "call" or code in self._seen:
             return
-        self._seen.add(code)
         path = Path(code.co_filename)
-        if not path.is_relative_to(SOURCE) or code.co_name in NOT_FUNCTIONS or _imports(frame):
-            return
-        file = str(path.relative_to(SOURCE))
-        self.functions.setdefault(file, {})[code.co_qualname] = None
+        own = path.is_relative_to(SOURCE) and code.co_name not in NOT_FUNCTIONS
+        if own and _imports(frame):
+            return  # the function may be called again after the import
+        self._seen.add(code)
+        if own:
+            file = str(path.relative_to(SOURCE))
+            self.functions.setdefault(file, {})[code.co_qualname] = None
 
 
 def _imports(frame: FrameType) -> bool:

@@ -1,6 +1,7 @@
 """Lists, trains and builds; see `python -m experiments --help`."""
 
 import argparse
+import signal
 import sys
 import time
 from collections import Counter
@@ -11,7 +12,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 import experiments
-from experiments.building import PAGES, ROOT, built, page_with, write
+from experiments.building import PAGES, ROOT, built, page_built, write
 from experiments.catalogue import RESULTS
 from experiments.costs import in_words, seconds
 from experiments.result import Result, Rows
@@ -19,6 +20,9 @@ from experiments.runs import Run
 from experiments.scheduling import LARGE_IMAGES, SMALL, Schedule, Settings, state
 from experiments.tables import RESULTS as FOLDER
 from experiments.tables import merge, names, read
+
+NARROW = 76  # columns of a terminal that the list takes without titles
+TITLES = 44  # columns that are worth showing of a title
 
 
 def main() -> None:
@@ -143,9 +147,10 @@ def show(chosen: dict[str, Result], arguments: argparse.Namespace) -> None:
             table.add_row(run.name, found, cost)
         console.print(table)
         return
-    table = Table(
-        Column("name", no_wrap=True), "shows", "runs", "finished", "missing: one H200, about"
-    )
+    room = console.width - NARROW
+    shows = [Column("shows", no_wrap=True, max_width=room)] if room >= TITLES else []
+    numbers = [Column(text, no_wrap=True) for text in ("runs", "finished", "missing, on one H200")]
+    table = Table(Column("name", no_wrap=True), *shows, *numbers)
     for name, result in chosen.items():
         own = needed({name: result}, arguments)
         missing = [run for run in own if run.name not in known]
@@ -154,13 +159,15 @@ def show(chosen: dict[str, Result], arguments: argparse.Namespace) -> None:
         chosen_now = len(result.then(Rows(arguments.results, arguments.smoke)))
         if (later := result.later - chosen_now) > 0:
             count += f" + {later}"
-        table.add_row(name, result.title, count, str(len(own) - len(missing)), cost)
+        title = [result.title] if shows else []
+        table.add_row(name, *title, count, str(len(own) - len(missing)), cost)
     every = needed(chosen, arguments)
     left = [run for run in every if run.name not in known]
     table.caption = (
-        f"{len(every)} runs, of which {len(left)} are missing: "
+        f"{len(every)} runs, of which {len(left)} are missing: about "
         f"{in_words(sum(seconds(run, rows) for run in left))}. Figures and tables share runs; "
         "those behind a + are chosen by the runs before them, and their cost is not counted."
+        + ("" if shows else f" From {NARROW + TITLES} columns on, titles are shown too.")
     )
     console.print(table)
 
@@ -183,14 +190,24 @@ def train(chosen: dict[str, Result], arguments: argparse.Namespace) -> None:
             index, count = arguments.task
             found = [run for run in found if crc32(run.name.encode()) % count == index]
         known = names(settings.results)
-        coming = {run for run in found if run.name not in known}
-        lacking = Counter(settings.lacks(run) for run in coming if run.begins_with not in coming)
+        coming = [run for run in found if run.name not in known]
+        firsts = [run.begins_with for run in coming if run.begins_with is not None]
+        # their rows are here, and their weights on a machine that is gone: train them again
+        lost = [
+            run
+            for run in dict.fromkeys(firsts)
+            if run.name in known and not settings.has_weights(run) and settings.lacks(run) is None
+        ]
+        expected = {*coming, *lost}
+        lacking = Counter(settings.lacks(run) for run in coming if run.begins_with not in expected)
         for what, count in lacking.items():
             if what is not None and what not in said:
                 said.add(what)
                 print(f"{count} runs are left out: there is no {what}")
-        return [run for run in found if settings.lacks(run) is None]
+        return [*lost, *(run for run in coming if settings.lacks(run) is None)]
 
+    # as Ctrl-C does: runs save and stop before this process ends
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     left = schedule.finish(todo)
     if left:
         print(
@@ -212,8 +229,8 @@ def build(chosen: dict[str, Result], arguments: argparse.Namespace) -> None:
     for page in PAGES:
         own = arguments.out / page.relative_to(ROOT)
         text = own.read_text()
-        if page_with(text, made) != text:
-            own.write_text(page_with(text, made))
+        if (new := page_built(page, text, made)) != text:
+            own.write_text(new)
             print(f"wrote {own}")
 
 

@@ -1,12 +1,13 @@
 """Tables and figures from the rows, into the pages that show them."""
 
 import re
+from os.path import relpath
 from pathlib import Path
 
 from experiments.result import Built, Result, Rows
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "guide.md")
 FIGURES = Path("docs/figures/results")
 BLOCK = re.compile(r"(<!-- result: (\S+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 
@@ -42,8 +43,19 @@ def write(made: dict[str, Built], out: Path, *, smoke: bool = False) -> list[Pat
     return written
 
 
-def page_with(text: str, made: dict[str, Built]) -> str:
-    """A page whose blocks hold the results: <!-- result: NAME --> … <!-- end of NAME -->."""
+def page_built(page: Path, text: str, made: dict[str, Built]) -> str:
+    """The text of one of `PAGES` with its results."""
+    return page_with(text, made, relpath(ROOT / FIGURES, page.parent))
+
+
+def page_with(text: str, made: dict[str, Built], figures: str = "figures/results") -> str:
+    """A page whose blocks hold the results: <!-- result: NAME --> … <!-- end of NAME -->.
+
+    Args:
+        text: of the page.
+        made: results by name; blocks of others stay as they are.
+        figures: folder of the figures, as seen from the page.
+    """
 
     def block(found: re.Match[str]) -> str:
         start, name, end = found.groups()
@@ -51,7 +63,7 @@ def page_with(text: str, made: dict[str, Built]) -> str:
             return found.group()
         picture = ""
         if made[name].figure is not None:
-            picture = f"\n![{name}](figures/results/{name}.svg)\n"
+            picture = f"\n![{name}]({figures}/{name}.svg)\n"
         return f"{start}{_shown(name, made[name].table)}\n{picture}{end}"
 
     return BLOCK.sub(block, text)

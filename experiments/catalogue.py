@@ -4,17 +4,20 @@ from collections.abc import Sequence
 
 from experiments.accuracy import Line, accuracy_table
 from experiments.detection import Line as Detection
-from experiments.detection import detection_table
+from experiments.detection import detection_comparison, detection_table
 from experiments.figures import ablation, bars, curves, sweep
 from experiments.inference import Line as Cost
 from experiments.inference import inference_table
 from experiments.lasting_result import lasting
 from experiments.looking import gradcam, magnitude
-from experiments.measures_table import measures
-from experiments.result import Result
-from experiments.selection import Grid, selected_table
+from experiments.measures_table import measures, selected_measures
+from experiments.mixing import mixing
+from experiments.result import Result, Rows
+from experiments.runs import runs
+from experiments.selection import Grid, finals, selected_table, settings_table
 from experiments.special import betas, correlation, label_corruption
 from experiments.speed import learning_speed
+from experiments.summary import Comparison, Sides, summary
 from experiments.transfer import transfer
 
 VGG_SEEDS = 5
@@ -232,7 +235,8 @@ OTHERS = (
 OTHER_NORMS = ("gn", "in", "ln")
 RATES = ("lr", (0.05, 0.1, 0.2))
 GRID = Grid((RATES, ("weight_decay", (1e-4, 5e-4))))
-RATES_ALONE = Grid((RATES,))
+# the weight decay that held-out images chose for plain, SE and CE ResNet-18 alike
+RATES_ALONE = Grid((RATES,), fixed=(("weight_decay", 2.5e-3),))
 
 
 def _lines(networks: Sequence[tuple[str, str]], rows: Sequence[tuple[str, str]]) -> list[Line]:
@@ -243,7 +247,32 @@ def _lines(networks: Sequence[tuple[str, str]], rows: Sequence[tuple[str, str]])
     ]
 
 
+def _vgg(rows: Rows) -> Sides:
+    return {"plain": runs("vgg16_plain", VGG_SEEDS), "CE": runs("vgg16_ce", VGG_SEEDS)}
+
+
+def _tiny(title: str, network: str, seeds: int) -> Comparison:
+    def sides(rows: Rows) -> Sides:
+        return {label: finals(f"{network}_{row}", GRID, seeds, rows) for label, row in BLOCKS}
+
+    return Comparison(f"{title}, Tiny ImageNet-100", sides)
+
+
 OURS: tuple[Result, ...] = (
+    summary(
+        "main", "Top-1 without anything, with SE and with CE: all networks over seeds",
+        "does CE help?",
+        [
+            Comparison("VGG-16, CIFAR-10 (JPEG copy)", _vgg),
+            *(_tiny(*network, 5) for network in RESNETS),
+            *(_tiny(*network, 3) for network in SMALL),
+        ],
+    ),
+    settings_table(
+        "settings", "Learning rate and weight decay that were tried, Tiny ImageNet-100",
+        "which settings suit the plain network, SE and CE?",
+        _lines(RESNETS, BLOCKS), GRID,
+    ),
     measures(
         "vgg16", "VGG-16, CIFAR-10 (JPEG copy): accuracy and every measure of channels",
         "does CE wake channels up, and does it help?",
@@ -268,6 +297,22 @@ OURS: tuple[Result, ...] = (
         "tiny_resnets", "ResNets, Tiny ImageNet-100 (first 100 wnids)",
         "is CE more accurate than the plain network and than SE, each at its best settings?",
         _lines(RESNETS, BLOCKS), GRID, 5,
+    ),
+    *(
+        selected_measures(
+            f"measures_{network.removeprefix('tiny_')}",
+            f"{title}, Tiny ImageNet-100: every measure of channels",
+            "does CE wake channels up, and makes it them less redundant?",
+            _lines([(title, network)], BLOCKS), GRID, 5,
+        )
+        for title, network in RESNETS
+    ),
+    mixing(
+        "fig_lambda", "λ of CE by layer, and while networks train",
+        "how much does CE take from the batch (λ), and how much from the image (1 − λ)?",
+        [Line("VGG-16, CIFAR-10", "CE", "vgg16_ce")],
+        [Line(f"{title}, Tiny ImageNet-100", "CE", f"{network}_ce") for title, network in RESNETS],
+        GRID, 5,
     ),
     selected_table(
         "tiny_small", "Small networks, Tiny ImageNet-100 (first 100 wnids)",
@@ -295,6 +340,13 @@ OURS: tuple[Result, ...] = (
         "transfer", "CE in a trained network: ResNet-18, Tiny ImageNet-100, 8 more epochs",
         "does a trained network gain more from further training if it gets CE as an identity?",
         "tiny_resnet18", 3,
+    ),
+    detection_comparison(
+        "coco128", "Mask R-CNN from Tiny ImageNet classifiers: 96 images of COCO, 32 to test",
+        "do classifiers hand their weights to detectors, with CE and without? (no comparison)",
+        (Detection("plain", "coco128_plain", "tiny_resnet50_plain"),
+         Detection("CE", "coco128_ce", "tiny_resnet50_ce")),
+        GRID, 3,
     ),
     lasting(
         "lasting", "Learning that lasts: VGG-16, 10,000 images of CIFAR-10 (JPEG copy)",

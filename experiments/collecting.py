@@ -10,15 +10,15 @@ from statistics import fmean
 from typing import Any
 
 from cenet.analysis.diagnosis import COUNTED, FILE, Diagnosis, Layer
-from cenet.run_folder import ABOUT, CHANNELS, METRICS, read_metrics
-from cenet.train.run_log import read_run
-from cenet.train.training_recipe import TrainingRecipe
+from cenet.run_folder import ABOUT, CHANNELS, LAMBDA, METRICS, read_metrics
+from cenet.train.recipes import TrainingRecipe, read_run
 from experiments.catalogue import RESULTS
 from experiments.detection import last_row
 from experiments.lasting import ABOUT as LASTING
 from experiments.lasting import TASKS
 from experiments.runs import DetectorRun, LastingRun, Run
 
+LAMBDAS = 24  # epochs whose λ are kept
 FIRST = 6  # layers of the paper's single figure
 # of a trial whose loss became infinite: no setting is worse
 WORST = {
@@ -75,6 +75,7 @@ def collect(run: Run, folder: Path, command: str, commit: str = "") -> dict[str,
             name | {"epoch": row["epoch"]} | {column: row[column] for column in CURVES}
             for row in metrics
         ],
+        "lambdas": [name | row for row in _lambdas(metrics)],
         "ablation": [name | row for row in _ablation(found)],
         "looks": [name | row for row in _looks(folder)] if run.watched else [],
         "maps": [name | row for row in _map(found.layers[0])] if "maps" in parts else [],
@@ -176,6 +177,18 @@ def _of_a_layer(number: int, layer: Layer) -> dict[str, Any]:
 def _weak(layers: Any) -> int:
     """Channels with at most a tenth of their layer's mean contribution."""
     return sum(value <= 0.1 for layer in layers for value in layer.contribution or ())
+
+
+def _lambdas(metrics: Rows) -> Rows:
+    """λ of every CE layer after the first epoch, the last, and about 24 between them."""
+    every = max(1, len(metrics) // LAMBDAS)
+    return [
+        {"epoch": row["epoch"], "layer": column.removeprefix(LAMBDA), "lambda": value}
+        for row in metrics
+        if row["epoch"] in (1, len(metrics)) or row["epoch"] % every == 0
+        for column, value in row.items()
+        if column.startswith(LAMBDA)
+    ]
 
 
 def _ablation(found: Diagnosis) -> Rows:

@@ -7,7 +7,7 @@ from experiments.tables import Row
 # training images, and height and width that multiply-adds are counted at
 IMAGES = {
     "imagenet": 1_281_167, "cifar10": 50_000, "tinyimagenet": 50_000, "digits": 1_347,
-    "coco": 117_266, "shapes": 256,
+    "coco": 117_266, "coco128": 96, "shapes": 400,
 }  # fmt: skip
 # images a second of plain networks in bfloat16 and CUDA graphs, measured where a commit is named in
 # benchmarks/results, else from multiply-adds, at the rate that ResNet-50 reaches

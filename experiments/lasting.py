@@ -28,12 +28,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from cenet.analysis import Monitor
-from cenet.data.datasets import Resident, digits, image_folders
-from cenet.data.input_spec import input_spec_of
+from cenet.data.datasets import Resident, digits, image_folders, input_spec_of
 from cenet.data.order import seed_of
 from cenet.distributed import start
 from cenet.environment import environment
 from cenet.files import replace_file
+from cenet.formatting import percent
 from cenet.models import create_model
 from cenet.train import RECIPES
 from cenet.train.build import UNDECAYED
@@ -159,8 +159,8 @@ def learn_all(course: Course, data: Resident, device: torch.device, out: Path) -
                 writer.writeheader()
             writer.writerow(rows[-1])
             file.flush()
-            print(f"task {task}: accuracy {row['accuracy']:.2%}, dormant "
-                  f"{row['dormant_ratio']:.2%}", flush=True)  # fmt: skip
+            print(f"task {task}: accuracy {percent(row['accuracy'], '.2f')}, dormant "
+                  f"{percent(row['dormant_ratio'], '.2f')}", flush=True)  # fmt: skip
     about = {"course": asdict(course), "environment": environment(device, 1)}
     # written last: if the file is there, all rows are
     replace_file(out / ABOUT, json.dumps(about, indent=1, default=str).encode())

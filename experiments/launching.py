@@ -49,5 +49,7 @@ def _run(module: str, arguments: list[str], log: Path) -> None:
     with log.open("ab") as file:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), stream.fileno())
+    # a forkserver has its children start theirs by a forkserver too, which loaders are not made for
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

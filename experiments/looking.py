@@ -5,6 +5,7 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
+from cenet.formatting import percent
 from experiments.figures import Labelled, all_of, labelled
 from experiments.result import Built, Result, Rows
 from experiments.runs import Run
@@ -40,7 +41,7 @@ def _magnitude(compared: tuple[tuple[str, tuple[Run, ...]], ...], rows: Rows) ->
         pairs = list(zip(_flat(means[0]), _flat(mean), strict=False))
         if len(means) > 1 and pairs:
             share = fmean(one < other for one, other in pairs)
-            cells[f"locations where it is larger than {compared[0][0]}"] = f"{share:.0%}"
+            cells[f"locations where it is larger than {compared[0][0]}"] = percent(share, ".0f")
         table.append(cells)
     top = max((max(_flat(mean)) for mean in means if mean), default=0.0)
     shown = None

@@ -9,7 +9,7 @@ from typing_extensions import override
 from cenet.detection.recipes import RECIPES as DETECTORS
 from cenet.run_folder import WEIGHTS
 from cenet.train import RECIPES
-from cenet.train.training_recipe import TrainingRecipe
+from cenet.train.recipes import TrainingRecipe
 from experiments.lasting import ABOUT
 from experiments.lasting import Course as Tasks
 
@@ -151,9 +151,16 @@ class DetectorRun(Run):
     def is_diagnosed(self) -> bool:
         return False
 
+    @property
+    @override
+    def is_trial(self) -> bool:
+        return False
+
     @override
     def options(self, *, on_gpu: bool) -> list[str]:
-        return ["--resume", "auto", *(ON_GPU if on_gpu else ())]
+        # rows have the AP of the last epoch only
+        found = ["--resume", "auto", "--evaluate-every", str(self.epochs)]
+        return [*found, *(ON_GPU if on_gpu else ())]
 
     def smoke(self) -> "DetectorRun":
         """The same on drawn shapes, from scratch."""

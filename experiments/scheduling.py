@@ -70,9 +70,13 @@ class Settings:
         if "cams" in parts_of(run) and find_spec("pytorch_grad_cam") is None:
             return "grad-cam package (pip install 'cenet[gradcam]')"
         first = run.begins_with
-        if first is not None and not self._weights(first).is_file():
+        if first is not None and not self.has_weights(first):
             return f"file of the weights of {first.name} ({self._weights(first)})"
         return None
+
+    def has_weights(self, run: Run) -> bool:
+        """Whether another run can begin with its weights."""
+        return self._weights(run).is_file()
 
     def _weights(self, run: Run) -> Path:
         return self.folder(run) / WEIGHTS
@@ -136,10 +140,11 @@ class Schedule:
     def finish(self, todo: Callable[[], list[Run]]) -> list[Run]:
         """Train and measure all that there is to do; what was left when the time was over.
 
-        Runs that have rows are not trained again, and one that was interrupted goes on.
+        A run that was interrupted goes on.
 
         Args:
-            todo: asked again whenever a run has got its rows, which may choose other runs.
+            todo: the runs that are missing, and those that are trained again for their weights;
+                asked again whenever a run is finished, which may choose others.
         """
         end = time.monotonic() + 60 * self.settings.minutes
         waiting = self._waiting(todo())
@@ -159,9 +164,9 @@ class Schedule:
         return [*self.under_way, *waiting]
 
     def _waiting(self, todo: list[Run]) -> list[Run]:
-        """Those that nobody has begun."""
-        known = {*names(self.settings.results), *(run.name for run in self.failed)}
-        return [run for run in todo if run.name not in known and run not in self.under_way]
+        """Those that this schedule has not begun."""
+        begun = {*self.finished, *self.failed, *self.under_way}
+        return [run for run in todo if run not in begun]
 
     def _count(self, what: str) -> int:
         return sum(kind == what for kind, _ in self.under_way.values())
@@ -175,7 +180,9 @@ class Schedule:
         self._start(run, "train", [run.module, *self.settings.training(run)], processes)
 
     def _diagnose(self, run: Run) -> None:
-        if not run.is_diagnosed or (self.settings.folder(run) / FILE).is_file():
+        if run.name in names(self.settings.results):  # trained again, for its weights
+            self._end(run)
+        elif not run.is_diagnosed or (self.settings.folder(run) / FILE).is_file():
             self._write(run)
         else:
             self._start(run, "diagnose", ["cenet", *self.settings.diagnosing(run)], 1)
@@ -216,6 +223,9 @@ class Schedule:
             self.say(f"{run.name} failed: {error}")
             return
         add(found, self.settings.results)
+        self._end(run)
+
+    def _end(self, run: Run) -> None:
         self.finished.append(run)
         self.say(f"{run.name} is finished")
 

@@ -30,9 +30,11 @@ class Grid:
 
     Attributes:
         fields: their names, each with at least two values, ascending and in one ratio.
+        fixed: further fields, each with the one value that all settings have.
     """
 
     fields: tuple[tuple[str, tuple[float, ...]], ...]
+    fixed: Setting = ()
 
     def __post_init__(self) -> None:
         """Refuse values in several ratios: a step there and back would not return."""
@@ -46,7 +48,7 @@ class Grid:
         """Each a value for each field."""
         names = [name for name, _ in self.fields]
         return [
-            tuple(zip(names, values, strict=True))
+            (*zip(names, values, strict=True), *self.fixed)
             for values in product(*(values for _, values in self.fields))
         ]
 
@@ -67,10 +69,11 @@ class Grid:
                 best = max(accuracies, key=lambda setting: accuracies[setting])
             missing = [setting for setting in tried if setting not in accuracies]
             if missing or best is None:
-                return Search(best, tuple(_trial(recipe, setting) for setting in missing))
+                trials = tuple(_trial(recipe, setting) for setting in missing)
+                return Search(best, trials, accuracies)
             further = [near for near in self._near(best) if near not in tried]
             if not further:
-                return Search(best, ())
+                return Search(best, (), accuracies)
             tried = [*tried, *further]
 
     def _near(self, setting: Setting) -> list[Setting]:
@@ -85,14 +88,13 @@ class Grid:
 
     def cells(self, recipe: str, rows: Rows) -> dict[str, str]:
         """The chosen values, for a table; those that may change are marked."""
-        best, missing = self.search(recipe, rows)
-        setting, names = dict(best or ()), {"lr": "learning rate"}
+        best, missing, _ = self.search(recipe, rows)
+        setting = dict(best or ())
         mark = " (search goes on)" if missing else ""
         return {
-            names.get(name, name.replace("_", " ")):
-                f"{setting[name]:g}{mark}" if setting else "not chosen"
+            _text(name): f"{setting[name]:g}{mark}" if setting else "not chosen"
             for name, _ in self.fields
-        }  # fmt: skip
+        }
 
 
 class Search(NamedTuple):
@@ -100,6 +102,11 @@ class Search(NamedTuple):
 
     best: Setting | None  # of those that were tried; None until the grid was
     missing: tuple[Run, ...]  # trials that may still find a better one
+    accuracies: dict[Setting, float]  # of those that were tried, on held-out images
+
+
+def _text(field: str) -> str:
+    return {"lr": "learning rate"}.get(field, field.replace("_", " "))
 
 
 def _after(value: float, ordered: tuple[float, ...]) -> float:
@@ -119,7 +126,7 @@ def selection(
 ) -> Result:  # fmt: skip
     """What is built of runs whose settings the trials of a grid choose."""
     trials = tuple(run for line in lines for run in grid.trials(line.recipe))
-    then = partial(_next_runs, lines, grid, seeds)
+    then = partial(next_runs, [line.recipe for line in lines], grid, seeds)
     return Result(name, title, claim, trials, build, then=then, later=seeds * len(lines))
 
 
@@ -132,17 +139,17 @@ def selected_table(
 
 def finals(recipe: str, grid: Grid, seeds: int, rows: Rows) -> list[Run]:
     """The runs of a recipe with the best known settings; none before the grid was tried."""
-    best, _ = grid.search(recipe, rows)
+    best = grid.search(recipe, rows).best
     return [] if best is None else runs(recipe, seeds, **dict(best))
 
 
-def _next_runs(lines: Sequence[Line], grid: Grid, seeds: int, rows: Rows) -> list[Run]:
-    """Of each line, the trials beyond the grid, or the runs of the table once there are none."""
+def next_runs(recipes: Sequence[str], grid: Grid, seeds: int, rows: Rows) -> list[Run]:
+    """Of each recipe, the trials beyond the grid, or the runs of the table once there are none."""
     found: list[Run] = []
-    for line in lines:
-        best, missing = grid.search(line.recipe, rows)
+    for recipe in recipes:
+        best, missing, _ = grid.search(recipe, rows)
         if best is not None:
-            found += missing or finals(line.recipe, grid, seeds, rows)
+            found += missing or finals(recipe, grid, seeds, rows)
     return found
 
 
@@ -166,6 +173,30 @@ def _build(lines: Sequence[Line], grid: Grid, seeds: int, rows: Rows) -> Built:
             (a, b) for a, b in zip(first, own, strict=False) if rows.of(a) and rows.of(b)
         ] if own is not first else []  # fmt: skip
         sides = [rows.values(side, "top1") for side in zip(*pairs, strict=True)]
-        cells["top-1 against the first (95 %)"] = difference(*sides, 100, 2) if pairs else ""
+        cells["top-1, difference from plain (95 %)"] = difference(*sides, 100, 2) if pairs else ""
         table.append(cells)
+    return Built(table)
+
+
+def settings_table(name: str, title: str, claim: str, lines: Sequence[Line], grid: Grid) -> Result:
+    """Accuracy on held-out training images for every setting that was tried, one run each."""
+    trials = tuple(run for line in lines for run in grid.trials(line.recipe))
+    return Result(name, title, claim, trials, partial(_settings, lines, grid))
+
+
+def _settings(lines: Sequence[Line], grid: Grid, rows: Rows) -> Built:
+    searches = {line: grid.search(line.recipe, rows) for line in lines}
+    table = []
+    for network in dict.fromkeys(line.network for line in lines):
+        own = {line.label: found for line, found in searches.items() if line.network == network}
+        tried = {setting for found in own.values() for setting in found.accuracies}
+        for setting in sorted({*grid.settings, *tried}):
+            cells = {"network": network}
+            cells |= {_text(field): f"{value:g}" for field, value in setting}
+            for label, found in own.items():
+                top1 = found.accuracies.get(setting)
+                text = "not run" if top1 is None else f"{100 * top1:.2f} %"
+                column = f"held-out top-1, {label}"
+                cells[column] = f"**{text}**" if setting == found.best else text
+            table.append(cells)
     return Built(table)

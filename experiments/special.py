@@ -4,6 +4,7 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
+from cenet.formatting import percent
 from experiments.result import Built, Result, Rows
 from experiments.runs import Run, runs
 from experiments.tables import Row
@@ -49,7 +50,7 @@ def _corruption(found: Any, rows: Rows) -> Built:
             matched = min(b, key=lambda row: abs(float(row["train_top1"]) - reached))
             for label, row in zip(labels, (a[-1], b[-1], matched), strict=True):
                 errors[label].append(1 - float(row["test_top1"]))
-        cells = {"wrong labels": f"{share:.0%}", "n": str(len(errors["BN"]))}
+        cells = {"wrong labels": percent(share, ".0f"), "n": str(len(errors["BN"]))}
         for label in labels:
             values = errors[label]
             cells[f"test error, {label}"] = spread(values, 100, 2, "%") if values else "not run"
@@ -130,4 +131,5 @@ def _betas(compared: tuple[tuple[str, Run, float], ...], rows: Rows) -> Built:
 
 def _share(row: Row, places: str) -> str:
     count = int(row[places])
-    return f"{int(row[f'{places}_nonpositive']) / count:.1%} of {count:,}" if count else "none"
+    share = int(row[f"{places}_nonpositive"]) / max(count, 1)
+    return f"{percent(share)} of {count:,}" if count else "none"

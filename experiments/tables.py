@@ -15,9 +15,9 @@ RESULTS = HERE / "results"
 # a row per run: of a classifier, one that chooses settings on held-out images, a detector, or a
 # network that learns task after task
 HEADS = ("runs", "trials", "detections", "lasting")
-# what a run is made of: a row per layer, epoch, share of removed channels, look, location, field of
-# a Grad-CAM, task
-PARTS = ("layers", "epochs", "ablation", "looks", "maps", "cams", "tasks")
+# what a run is made of: a row per layer, epoch, λ of a layer and epoch, share of removed channels,
+# look, location, field of a Grad-CAM, task
+PARTS = ("layers", "epochs", "lambdas", "ablation", "looks", "maps", "cams", "tasks")
 DIGITS = 6  # that are kept of a number
 
 

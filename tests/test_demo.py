@@ -68,7 +68,7 @@ def check(found, folder, capsys):
         accuracy = json.loads((folder / f"{row}-seed0" / "metrics.jsonl").read_text())["test_top1"]
         assert diagnosis.accuracy.top1 == metrics[0]["test_top1"] == pytest.approx(accuracy)
         assert {layer.has_ce for layer in diagnosis.layers} == {row == "BN+CE"}
-        assert f"({100 * accuracy:.1f}–{accuracy:.1%})" in text
+        assert f"({100 * accuracy:.1f}–{100 * accuracy:.1f} %)" in text
     page = (folder / "report.html").read_text()
     assert "BN+CE-seed0" in page
     assert "The measures above do not move." in page
@@ -114,6 +114,9 @@ def test_what_seeds_cannot_tell_apart_is_said_so(demo):
     values = [dimensions.value(found[row][0]) for row in ("BN", "BN+CE")]
     assert values[1] > values[0]
     changed = next(line for line in headline(twice) if line.startswith("CE changed"))
-    assert f"effective dimensions / channels {values[0]:.1%} → {values[1]:.1%}" in changed
+    assert (
+        f"effective dimensions / channels {100 * values[0]:.1f} % → {100 * values[1]:.1f} %"
+        in changed
+    )
     same = next(line for line in headline(twice) if line.startswith("No clear difference"))
-    assert "fire in < 1% of images 0.0% in both" in same
+    assert "fire in < 1 % of images 0.0 % in both" in same

@@ -19,7 +19,7 @@ SOURCE = ROOT / "src" / "cenet"
 
 # a module may import from its own level's earlier names and from lower levels, never upwards
 LEVELS = [
-    ("version", "extras", "files", "internals", "functional"),
+    ("version", "extras", "files", "internals", "functional", "formatting"),
     (
         *("kernels", "kernels.call", "kernels.launch", "kernels.tiles", "kernels.pooling"),
         *("kernels.moments", "kernels.norm", "kernels.decorrelation", "kernels.averages"),
@@ -32,7 +32,6 @@ LEVELS = [
         "nn.norms",
         "nn.fused",
         "nn.base",
-        "nn.branches",
         "nn.equilibrium",
         "nn.norm_ce",
         "nn.sync",
@@ -54,8 +53,7 @@ LEVELS = [
         "lightning",
     ),
     (
-        *("models.blocks", "models.staged"),
-        *("models.placement", "models.factory", "models.released"),
+        *("models.staged", "models.factory", "models.released"),
         *("models.entrypoints", "models", "models.cost", "models.lookup"),
     ),
     (
@@ -66,8 +64,8 @@ LEVELS = [
             "analysis.readers",
             "analysis.activations",
         ),
-        *("analysis.recorder", "analysis.ablation", "analysis.monitor", "analysis.json_dataclass"),
-        *("analysis.diagnosis", "analysis.gradcam", "analysis.verdict", "analysis.diagnose"),
+        *("analysis.recorder", "analysis.ablation", "analysis.monitor", "analysis.diagnosis"),
+        *("analysis.gradcam", "analysis.verdict", "analysis.diagnose"),
         "analysis",
     ),
     ("signals", "distributed", "arguments"),
@@ -78,26 +76,22 @@ LEVELS = [
             "data.decoding",
             "data.datasets",
             "data.views",
-            "data.input_spec",
             "data.resizing",
         ),
         *("data.cuda_decoding", "data.pipeline", "data.loaders", "data"),
     ),
     (
-        *("train.training_recipe", "train.recipes", "train.options", "train.build"),
+        *("train.recipes", "train.options", "train.build"),
         *("train.cuda_graphs", "train.checkpoint", "train.times", "train.nonfinite"),
         *("train.evaluation", "train.run_log", "train.progress", "train.weights", "train.state"),
         *("train.loop", "train.classifier", "train.job", "train.command"),
         "train",
     ),
+    (*("diagnosing", "diagnosing.images", "diagnosing.network", "diagnosing.command"),),
     (
-        *("diagnosing", "diagnosing.images", "diagnosing.network", "diagnosing.terminal"),
-        "diagnosing.command",
-    ),
-    (
-        *("report.elements", "report.formatting", "report.sources", "report.charts"),
-        *("report.curves", "report.layers", "report.channels", "report.tables", "report.render"),
-        *("report.pages", "report"),
+        *("report.elements", "report.sources", "report.charts"),
+        *("report.curves", "report.layers", "report.channels", "report.tables", "report.pages"),
+        "report",
     ),
     (
         *("detection.freezing", "detection.networks", "detection.deploy", "detection.recipes"),
@@ -205,6 +199,21 @@ def test_import_is_light_and_takes_less_than_a_second_beyond_torch():
         if float(seconds) < 1:
             break
     assert float(seconds) < 1
+
+
+@pytest.mark.slow
+def test_commands_run_through_few_files(tmp_path):
+    """How many files a reader has to open; join files of one idea before a walk gets longer."""
+    run = str(tmp_path / "run")
+    commands = {
+        ("train", "digits_ce", "--epochs", "1", "--out", run): 40,
+        ("diagnose", run, "--limit", "32", "--ablation-images", "2"): 45,
+    }
+    for arguments, most in commands.items():
+        command = [sys.executable, str(ROOT / "benchmarks" / "walk.py"), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        *_, walk = done.stdout.splitlines()
+        assert 30 < int(walk.split(" files")[0]) <= most, done.stdout
 
 
 def test_version_is_the_same_everywhere():

@@ -185,8 +185,8 @@ def test_flops_are_those_of_the_plain_path_but_for_newton_and_the_means(device):
             counts[f"{name} backward"] = counter.get_total_flops()
     newton = 2 * groups * size**3 * 3 * (steps - 1)
     means = 2 * groups * size**2 * n
-    shift = 2 * groups * size**2
-    assert counts["plain"] - counts["kernels"] == newton + means + shift
+    shifts = 2 * groups * size**2 * n  # of centered images
+    assert counts["plain"] - counts["kernels"] == newton + means + shifts
     assert counts["kernels backward"] > counts["kernels"]
     # the plain backward also differentiates the Gram matrix and the operator of every sample
     assert counts["kernels backward"] <= counts["plain backward"]

@@ -1,4 +1,4 @@
-"""The `cenet` command, and `python -m cenet` for torchrun: what it needs, before it is imported."""
+"""The `cenet` command, and `python -m cenet` for torchrun; missing extras are named in one line."""
 
 import sys
 

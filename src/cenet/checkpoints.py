@@ -24,7 +24,7 @@ RELEASED_KEYS = {
 }
 # tracked by the released code and never read
 RELEASED_UNUSED = ("running_mean",)
-SHOWN = 3  # keys of each kind in a message
+SHOWN = 3  # number of keys of each kind that a message lists
 
 
 @torch.no_grad()
@@ -82,8 +82,8 @@ def load_released_ce_(layer: ChannelEquilibrium2d, state: Mapping[str, Tensor]) 
 def read_state(path: str | Path) -> dict[str, Tensor]:
     """Read a state dict from a .safetensors or .pth file, without executing code from it.
 
-    A state dict under "state_dict" or "model" is taken out, and what DataParallel and torch.compile
-    put before its keys is left off.
+    A state dict under "state_dict" or "model" is taken out, and the prefixes that DataParallel and
+    torch.compile add to its keys are removed.
 
     Raises:
         MissingExtraError: safetensors is not installed.
@@ -172,7 +172,7 @@ def is_state(state: Any) -> bool:
 
 
 def _plain(key: str) -> str:
-    """A key without what DataParallel and torch.compile put before it."""
+    """A key without the prefixes of DataParallel and torch.compile."""
     while key.startswith(("module.", "_orig_mod.")):
         key = key.split(".", 1)[1]
     return key

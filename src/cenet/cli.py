@@ -135,12 +135,12 @@ def diagnose(
             needs none.
         checkpoint: weights of the model (.safetensors or .pth); random without. A run has its own.
         pretrained: download the weights that timm or torchvision have for the model.
-        limit: use so many images, chosen at random.
+        limit: largest number of images to use, chosen at random.
         size: height and width of the images; by default the network's own.
-        batch: images at a time.
-        device: where to run; auto takes cuda where there is one.
-        layer: to ablate, by its name or that of the norm before it; by default as in the paper.
-        ablation_images: how many labelled images the ablation uses, or all, or 0 to leave it out;
+        batch: images per batch.
+        device: device to run on; auto is cuda where there is one.
+        layer: layer to ablate, by its name or that of the norm before it; by default the paper's.
+        ablation_images: number of labelled images that the ablation uses, or all, or 0 for none;
             by default 512, and 128 for images of more than 64×64 pixels on a CPU. The network
             runs on each about 60 times and once for each channel of the ablated layer.
         out: folder for diagnosis.json and the page diagnosis.html; by default that of the run,
@@ -165,8 +165,8 @@ def demo(out: Path = Path("runs/demo"), epochs: int = 15, seeds: int = 3) -> Non
 
     Args:
         out: folder of the runs and of report.html.
-        epochs: of training, per network.
-        seeds: how many times, each with its own initial weights and order of the images.
+        epochs: epochs of training per network.
+        seeds: number of trainings per network, each with its own seed.
     """
     from cenet.demo import run_demo
 
@@ -237,21 +237,20 @@ def evaluate(
 ) -> None:
     """Print test loss, top-1 and top-5 accuracy of a run of `cenet train`.
 
-    They are of the test images, also of a run that held out training images to test itself on.
+    The test images are used, also for a run that tested itself on held-out training images.
 
     Args:
         run: its folder.
         data: folder of the images, as for `cenet train`.
         device: where to run.
-        recalibrate: estimate the running statistics of batch norm and CE from so many training
-            batches first.
+        recalibrate: number of training batches from which the running statistics of batch norm and
+            CE are estimated first.
         save: file for the recalibrated weights.
     """
     from cenet.distributed import is_first_process
     from cenet.run_folder import WEIGHTS
     from cenet.train.job import evaluate_run
-    from cenet.train.recipes import Recipe
-    from cenet.train.run_log import read_run
+    from cenet.train.recipes import Recipe, read_run
     from cenet.train.weights import read_weights
 
     try:

@@ -33,7 +33,7 @@ class Call:
     """One call of a watched module."""
 
     module: nn.Module
-    source: Node | None  # made the input
+    source: Node | None  # operation that made the input
     entry: Node | None  # the input as the module alone sees it
     output: Node | None
     shape: tuple[int, ...]
@@ -56,7 +56,7 @@ class Dataflow:
         return None
 
     def feeds_activation(self, node: Node) -> bool:
-        """Whether an activation function reads what `node` made."""
+        """Whether an activation function reads the output of `node`."""
         return any(consumer.name() in ACTIVATIONS for consumer in self.consumers[node])
 
     def residual_branches(self) -> Iterator[set[Node]]:

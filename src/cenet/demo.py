@@ -1,4 +1,4 @@
-"""The main job in two minutes on a CPU: digits, batch norm without and with CE, and a page.
+"""`cenet demo`: train a small VGG without and with CE on digits, on a CPU, and write a page.
 
 Both networks are trained by the recipes `digits_plain` and `digits_ce` as they stand, which differ
 in nothing but CE; no setting was looked for. Table and page show what CE changes here and what it
@@ -27,9 +27,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.table import Table
 from torch import nn
 
+from cenet.analysis.channels import RARE
 from cenet.analysis.diagnosis import FILE, Diagnosis
 from cenet.diagnosing.command import diagnose_loaded, diagnose_named
 from cenet.diagnosing.network import find_network
+from cenet.formatting import count, percent
 from cenet.report import write_page
 from cenet.run_folder import METRICS, read_metrics
 from cenet.train import RECIPES
@@ -45,7 +47,7 @@ HALF = 5  # place of the ratio 0.5 in an ablation curve
 
 
 class Finished(NamedTuple):
-    """A network that was trained, and what was measured of it."""
+    """Metrics and diagnosis of a trained network."""
 
     metrics: list[dict[str, Any]]  # a row per epoch
     diagnosis: Diagnosis
@@ -56,7 +58,7 @@ class Measure(NamedTuple):
 
     title: str
     value: Callable[[Finished], float]
-    form: str = ".1%"
+    text: Callable[[float], str] = percent
 
 
 Runs = dict[str, list[Finished]]  # by row of the comparison, one per seed
@@ -67,8 +69,8 @@ def run_demo(out: Path, epochs: int = RECIPE.epochs, seeds: int = 3) -> Runs:
 
     Args:
         out: folder of the runs and of the page; finished runs in it are not trained again.
-        epochs: of training, per network.
-        seeds: how many times, each with its own initial weights and order of the images.
+        epochs: epochs of training per network.
+        seeds: number of trainings per network, each with its own seed.
 
     Raises:
         ValueError: an argument is out of range, or `out` holds other runs.
@@ -171,13 +173,13 @@ def rescale_(network: nn.Module, factor: float) -> None:
 
 
 def headline(found: Runs) -> list[str]:
-    """What a newcomer should know before the figures: what CE changed, and what it did not."""
+    """The paragraphs above the figures: what CE changed, and what it did not."""
     seeds, epochs = len(found["BN"]), len(found["BN"][0].metrics)
     apart = [measure for measure in MEASURES if _is_apart(measure, found)]
     same = [measure for measure in MEASURES if measure not in apart]
     lines = [
         "The same network was trained with batch norm and ReLU, and with CE between them, on "
-        f"scikit-learn's 8×8 digits: {_count(epochs, 'epoch')}, {_count(seeds, 'seed')}, by the "
+        f"scikit-learn's 8×8 digits: {count(epochs, 'epoch')}, {count(seeds, 'seed')}, by the "
         "recipes digits_plain and digits_ce as they stand. No setting was chosen for its result.",
         _sentence("CE changed (no overlap between seeds)", apart, found),
         _sentence(
@@ -192,27 +194,23 @@ def headline(found: Runs) -> list[str]:
 
 
 def about_scale(found: Runs) -> str:
-    """What multiplying every layer does to the paper's figure."""
-    before, after = (fmean(PAPER.value(run) for run in found[row]) for row in ("BN", RESCALED))
+    """A paragraph on how rescaling the layers moves the paper's figure."""
+    means = (fmean(PAPER.value(run) for run in found[row]) for row in ("BN", RESCALED))
+    before, after = map(percent, means)
     return (
-        f"The paper counts channels as inhibited by an absolute threshold: {before:.1%} of the "
-        f"batch norm network's, but {after:.1%} of the same network with every layer multiplied "
+        f"The paper counts channels as inhibited by an absolute threshold: {before} of the "
+        f"batch norm network's, but {after} of the same network with every layer multiplied "
         f"by {FACTOR:g} and the weights that read it by {1 / FACTOR:g}, which computes the same "
         "function. The measures above do not move."
     )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def _sentence(start: str, measures: Sequence[Measure], found: Runs) -> str:
     if not measures:
         return ""
     parts = []
-    for title, value, form in measures:
-        means = (fmean(value(one) for one in found[row]) for row in ROWS)
-        before, after = (f"{mean:{form}}" for mean in means)
+    for title, value, text in measures:
+        before, after = (text(fmean(value(one) for one in found[row])) for row in ROWS)
         both = f"{title} {before} in both"
         parts.append(f"{title} {before} → {after}" if before != after else both)
     return f"{start}: {'; '.join(parts)}."
@@ -231,7 +229,7 @@ def _table(found: Runs) -> Table:
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,
-        caption=f"{_count(epochs, 'epoch')}, {_count(seeds, 'seed')}: mean (lowest to highest). "
+        caption=f"{count(epochs, 'epoch')}, {count(seeds, 'seed')}: mean (lowest to highest). "
         "dormant: at most 0.1 of the mean activation of its layer. effective dimensions: the "
         f"participation ratio. {RESCALED}: the same network, every layer × "
         f"{FACTOR:g} and the weights that read it × {1 / FACTOR:g}. inhibited: the paper's figure, "
@@ -240,10 +238,9 @@ def _table(found: Runs) -> Table:
     table.add_column("", overflow="fold")
     for row in found:
         table.add_column(row, justify="right", no_wrap=True)
-    for title, value, form in (*MEASURES, PAPER):
-        spreads = (_spread([value(one) for one in found[row]], form) for row in ROWS)
-        again = fmean(value(one) for one in found[RESCALED])
-        table.add_row(title, *spreads, f"{again:{form}}")
+    for title, value, text in (*MEASURES, PAPER):
+        spreads = (_spread([value(one) for one in found[row]], text) for row in ROWS)
+        table.add_row(title, *spreads, text(fmean(value(one) for one in found[RESCALED])))
     return table
 
 
@@ -271,8 +268,8 @@ def _without_least_half(run: Finished) -> float:
 def _share(name: str) -> Callable[[Finished], float]:
     def share(run: Finished) -> float:
         layers = run.diagnosis.layers
-        count: int = sum(len(getattr(layer, name)) for layer in layers)
-        return count / sum(layer.channels for layer in layers)
+        found: int = sum(len(getattr(layer, name)) for layer in layers)
+        return found / sum(layer.channels for layer in layers)
 
     return share
 
@@ -283,20 +280,25 @@ def _dimensions(run: Finished) -> float:
 
 MEASURES = (
     Measure("test accuracy", _accuracy),
-    Measure(f"epochs until {RECIPE.accuracy:.0%} accuracy", _first_epoch, ".1f"),
+    Measure(
+        f"epochs until {percent(RECIPE.accuracy or 0, '.0f')} accuracy",
+        _first_epoch,
+        "{:.1f}".format,
+    ),
     Measure("accuracy, random half of layer 3 off", _without_half),
     Measure("accuracy, least important half off", _without_least_half),
     Measure("dormant channels", _share("dormant")),
-    Measure("fire in < 1% of images", _share("rare")),
+    Measure(f"fire in < {percent(RARE, 'g')} of images", _share("rare")),
     Measure("effective dimensions / channels", _dimensions),
     Measure(
         "mean |correlation|",
         lambda run: fmean(layer.correlation or 0.0 for layer in run.diagnosis.layers),
-        ".2f",
+        "{:.2f}".format,
     ),
 )
 PAPER = Measure("inhibited, first six layers", lambda run: run.diagnosis.first_six or 0.0)
 
 
-def _spread(values: list[float], form: str) -> str:
-    return f"{fmean(values):{form}} ({min(values):{form}}–{max(values):{form}})".replace("%–", "–")
+def _spread(values: list[float], text: Callable[[float], str]) -> str:
+    mean, low, high = map(text, (fmean(values), min(values), max(values)))
+    return f"{mean} ({low.removesuffix(' %')}–{high})"

@@ -39,12 +39,12 @@ def load_network(name: str, checkpoint: Path) -> Any:
     """A CE network with its trained weights.
 
     Args:
-        name: of the network in timm's registry.
+        name: name of the network in timm's registry.
         checkpoint: a folder of `export_safetensors`, or the weights of a network with default
             arguments; classes and start are read off them.
 
     Raises:
-        ValueError: nothing can be read there, or it is of another network.
+        ValueError: the checkpoint cannot be read, or is of another network.
     """
     require("models")
     import timm
@@ -88,7 +88,7 @@ def _load_folder(name: str, folder: Path) -> Any:
 
 
 def export_onnx(model: nn.Module, path: str | Path, example: Tensor) -> None:
-    """Write an ONNX file of the network, folded if its norms are batch norms; batch free."""
+    """Write an ONNX file for any batch size, folded if the norms of the network are batch norms."""
     write_onnx(_deployed(model), path, example, ["logits"])
 
 
@@ -116,7 +116,7 @@ def write_onnx(
 
 
 def export_folded(model: nn.Module, path: str | Path, example: Tensor) -> None:
-    """Write a program that `torch.export.load` reads, folded like `export_onnx`; batch free."""
+    """Write a program for `torch.export.load`, for any batch size and folded like `export_onnx`."""
     batch = {"x": {0: torch.export.Dim("batch")}}
     program = torch.export.export(_deployed(model), (_two(example),), dynamic_shapes=batch)
     content = BytesIO()  # writing to a full disk, torch ends the process
@@ -138,7 +138,7 @@ def export_safetensors(model: nn.Module, path: str | Path) -> None:
     if not timm.is_model(name):
         raise ValueError(
             f"{type(model).__name__} was not built by cenet.models.create_model or by "
-            'timm.create_model("ceresnet50", ...), which is to read it again'
+            'timm.create_model("ceresnet50", ...), so timm cannot build it again'
         )
     args = _arguments(model)
     _check_rebuilt(model, name, args)
@@ -154,11 +154,10 @@ def export_safetensors(model: nn.Module, path: str | Path) -> None:
 
 
 def _arguments(model: Any) -> dict[str, Any]:
-    """What the network is built with, as it is now; ValueError if a file cannot say it."""
+    """Arguments that build this network again; ValueError if a file cannot hold them."""
     if not hasattr(model, "num_classes"):
         raise ValueError(
-            f"{type(model).__name__} has no classifier (features_only?); save the network that "
-            "its features are of"
+            f"{type(model).__name__} has no classifier (features_only?); save the whole network"
         )
     args = {**getattr(model, "model_args", {}), "num_classes": model.num_classes}
     pooling = getattr(getattr(model, "global_pool", None), "pool_type", None)

@@ -30,7 +30,7 @@ from cenet.nn.norms import (
 
 
 class ConvWeights(NamedTuple):
-    """What `fold_conv_weights` changes in a convolution."""
+    """Weight, bias and groups of a folded convolution."""
 
     weight: Tensor  # (C, inputs per group, height, width)
     bias: Tensor  # (C,)
@@ -290,7 +290,7 @@ def _fold_norm(conv: nn.Conv2d, norm: nn.Module) -> None:
 
 
 def _fold_norm_ce(conv: nn.Conv2d, module: NormCE2d) -> nn.Module:
-    """Fold the norm, and CE as far as it goes, into `conv`; return what is left to run."""
+    """Fold the norm, and CE as far as it goes, into `conv`; return the module that remains."""
     scale, shift = _norm_affine(conv, module.norm)
     if isinstance(module.ce, BatchDecorrelation2d):
         new = fold_conv_weights(_conv_weights(conv), scale, shift, fixed_matrix(module.ce))

@@ -58,7 +58,7 @@ class Gate(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """What `mix` applies. P is None without decorrelation, d without a per-sample term."""
+    """The map that `mix` applies. P is None without decorrelation, d without a per-sample term."""
 
     P: Tensor | None  # (G, K, K)
     d: Tensor | None  # (N, C)
@@ -123,78 +123,121 @@ def _grouped_pixels(x: Tensor, group_size: int) -> Tensor:
     return x.reshape(n * groups, group_size, height * width)
 
 
+class Centered(NamedTuple):
+    """x with every channel of every image near zero: x = values + offset + center."""
+
+    values: Tensor  # (N, C, H, W)
+    offset: Tensor  # (N, C), of the images
+    center: Tensor  # (C,)
+
+
+def centered(x: Tensor) -> Centered:
+    """Subtract the mean of each channel of each image, as a constant.
+
+    Measured and mixed as it is, x costs float32 as many digits as mean / deviation has: gradients
+    are then sums of large terms that cancel. What is subtracted here is added again in the
+    coefficients, so the block does not depend on it, and it needs no gradient.
+    """
+    mean = x.detach().mean((2, 3))
+    center = mean.mean(0)
+    return Centered(x - mean[:, :, None, None], mean - center, center)
+
+
 class _Moments(torch.autograd.Function):
-    """Instance mean and variance (N,C) and group covariance (G,K,K) of x, keeping nothing but x for
-    backward.
+    """Instance mean and variance (N,C) and group covariance (G,K,K) of centered values, keeping
+    nothing else of their size for backward.
 
     The covariance is what varies inside the images plus what varies between their means (the law of
-    total variance of Appendix B, for the whole matrix): two passes, and both parts positive
-    semidefinite. The gradient is linear in x, so backward is a `mix`, and differentiable again.
+    total variance of Appendix B, for the whole matrix): both parts are positive semidefinite. The
+    gradient is linear in the values, so backward is a `mix`, and differentiable again.
+
+    The mean is that of the values: what rounding left of the mean that was subtracted, which
+    matters where that was large.
     """
 
     @staticmethod
-    def forward(x: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
-        n, channels, height, width = x.shape
-        mean = x.mean((2, 3))
-        centered = x - mean[:, :, None, None]
-        # what rounding left of the mean matters where the mean is large
-        rest = centered.mean((2, 3))
-        centered = _grouped_pixels(centered, group_size)
-        inside = centered @ centered.mT / (height * width)
+    def forward(values: Tensor, offset: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+        n, channels, height, width = values.shape
+        mean = values.mean((2, 3))
+        pixels = _grouped_pixels(values, group_size)
+        inside = pixels @ pixels.mT / (height * width)
         inside = inside.reshape(n, -1, group_size, group_size)
-        between = (mean - mean.mean(0)) + (rest - rest.mean(0))
-        between = grouped(between, group_size).transpose(0, 1)  # (G, N, K)
+        between = grouped(_from_batch_mean(offset, mean), group_size).transpose(0, 1)  # (G, N, K)
         var = inside.diagonal(dim1=-2, dim2=-1).flatten(1)[:, :channels]
         return mean, var.contiguous(), inside.mean(0) + between.mT @ between / n
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: tuple[Tensor, ...]) -> None:
-        ctx.save_for_backward(inputs[0], output[0])
-        ctx.group_size = inputs[1]
+    def setup_context(
+        ctx: Any, inputs: tuple[Tensor, Tensor, int], output: tuple[Tensor, ...]
+    ) -> None:
+        ctx.save_for_backward(inputs[0], inputs[1], output[0])
+        ctx.group_size = inputs[2]
 
     @staticmethod
     def backward(
         ctx: Any, grad_mean: Tensor, grad_var: Tensor, grad_cov: Tensor
-    ) -> tuple[Tensor, None]:
-        x, mean = ctx.saved_tensors
-        n, channels, height, width = x.shape
+    ) -> tuple[Tensor, None, None]:
+        values, offset, mean = ctx.saved_tensors
+        n, channels, height, width = values.shape
         P = (grad_cov + grad_cov.mT) / (n * height * width)
         d = 2 / (height * width) * grad_var
-        P_mean = P @ grouped(mean.mean(0), ctx.group_size)[:, :, None]
-        c = grad_mean / (height * width) - d * mean - P_mean.flatten()[:channels]
+        distance = grouped(_from_batch_mean(offset, mean) - mean, ctx.group_size)  # (N, G, K)
+        c = grad_mean / (height * width) - d * mean
+        c = c + (P @ distance[..., None]).flatten(1)[:, :channels]
         # not through its decorator: dynamo cannot follow a change of autocast inside a backward
-        return mix.__wrapped__(x, P, d, c), None  # type: ignore[attr-defined]
+        return mix.__wrapped__(values, P, d, c), None, None  # type: ignore[attr-defined]
+
+
+def _from_batch_mean(offset: Tensor, mean: Tensor) -> Tensor:
+    """Distance of the means of images, offset + mean, from that of the batch, (N, C)."""
+    return (offset - offset.mean(0)) + (mean - mean.mean(0))
 
 
 @full_precision
 def moments(
-    x: Tensor, group_size: int | None = 16, pool: int = 1, sign: Tensor | None = None
+    x: Tensor,
+    group_size: int | None = 16,
+    pool: int = 1,
+    sign: Tensor | None = None,
+    offset: Tensor | None = None,
 ) -> Moments:
     """Measure x: instance moments (Eq. IN) and the covariance of each group (Eq. batch-co).
 
     Args:
-        x: feature map of any floating dtype and layout.
+        x: feature map of any floating dtype and layout; with `offset`, the values of a `Centered`.
         group_size: channels per covariance group; None leaves the covariance out.
         pool: side of the max-pool window x goes through before its covariance is taken (1 = none).
             Windows at the border may be partial, so every pixel counts.
         sign: ±1 per channel. Pooling sign·x and not x makes pooling commute with an affine map
             whose scale has that sign.
+        offset: that of the `Centered`. Means are then relative to its center.
 
     Shape: x (N, C, H, W); mean and var (N, C); cov (G, K, K), zero in the padding of a ragged
     group.
     """
     x = x.to(statistics_dtype(x))
     pixels = x.shape[2] * x.shape[3]
-    if group_size is None:
+    if offset is None and group_size is None:
         mean = x.mean((2, 3))
         var = (x - mean[:, :, None, None]).square().mean((2, 3))
         return Moments(mean, var, None, pixels)
-    mean, var, cov = _Moments.apply(x, group_size)
+    if offset is None:
+        x, offset, center = centered(x)
+        found = moments(x, group_size, pool, sign, offset)
+        assert found.window_mean is not None
+        return found._replace(mean=found.mean + center, window_mean=found.window_mean + center)
+    if group_size is None:
+        mean = x.mean((2, 3))
+        return Moments(offset + mean, x.square().mean((2, 3)) - mean.square(), None, pixels)
+    mean, var, cov = _Moments.apply(x, offset, group_size)
+    mean = offset + mean
     if pool > 1:
         sign = torch.ones_like(mean[0]) if sign is None else sign.to(x.dtype)
         pooled = max_pool2d(sign[:, None, None] * x, pool, ceil_mode=True) * sign[:, None, None]
-        window_mean, _, cov = _Moments.apply(pooled, group_size)
-        return Moments(mean, var, cov, pixels, window_mean)
+        windows = centered(pooled)
+        offset = offset + (windows.offset + windows.center)
+        window_mean, _, cov = _Moments.apply(windows.values, offset, group_size)
+        return Moments(mean, var, cov, pixels, offset + window_mean)
     return Moments(mean, var, cov, pixels, mean)
 
 
@@ -289,19 +332,21 @@ def coefficients(
     λ.
 
     Args:
-        scale, shift: the normalizer, (C,) each.
+        scale: of the normalizer, (C,).
+        shift: of the normalizer, (C,), or (N, C) if images have been centered.
         inv_sqrt: W of the batch decorrelation branch, (G, K, K).
         gain: a_n of the instance reweighting branch, (N, C).
         lam: λ in (0, 1), needed when both branches are there.
         blend: α. The result is x̃ + α · (block(x̃) − x̃).
     """
-    matrix, d, c = None, None, torch.zeros_like(shift)[None]
+    shift = shift.reshape(-1, scale.numel())
+    matrix, d, c = None, None, torch.zeros_like(shift)
     if inv_sqrt is not None:
         group_size = inv_sqrt.shape[-1]
         weighted = inv_sqrt if lam is None else lam * inv_sqrt
         matrix = weighted * grouped(scale, group_size)[:, None, :]
-        shifted = weighted @ grouped(shift, group_size)[:, :, None]
-        c = c + shifted.flatten()[: shift.numel()]
+        shifted = weighted @ grouped(shift, group_size)[..., None]
+        c = c + shifted.flatten(1)[:, : scale.numel()]
     if gain is not None:
         weighted = gain if lam is None else (1 - lam) * gain
         d = weighted * scale

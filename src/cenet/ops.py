@@ -7,8 +7,9 @@
 The operators take CUDA tensors. CPU tensors, float64, export and second derivatives go to
 `functional`; `use_kernels` decides, and `backend` overrides it.
 
-`kernels.call.NormCECall` describes the arguments of norm_ce. Its second result, `state`, is one
-tensor with all that the backward pass needs besides x (`kernels.layer.Saved`).
+The records of `kernels.call` describe the arguments of norm_ce and folded_ce. The second result of
+norm_ce, `state`, is one tensor with all that the backward pass needs besides x
+(`kernels.layer.Saved`).
 """
 
 import os
@@ -27,9 +28,11 @@ from cenet.kernels.call import (
     ABSENT,
     BATCH,
     CONSTANTS,
+    FOLDED_CE,
     NORM_CE,
     NORM_CE_BACKWARD,
     RUNNING,
+    FoldedCECall,
     NormCECall,
     gradient_sizes,
 )
@@ -114,14 +117,12 @@ def _why_not(x: Tensor, tensors: Sequence[Tensor | None], group_size: int) -> st
 _library: Any = torch.library.Library("cenet", "DEF")  # type: ignore[no-untyped-call]
 _library.define(NORM_CE)
 _library.define(NORM_CE_BACKWARD)
-_library.define(
-    "folded_ce(Tensor x, Tensor? residual, Tensor values, Tensor? matrix, Tensor w1, "
-    "Tensor norm_weight, Tensor norm_bias, Tensor w2, Tensor inv_std, Tensor share, Tensor offset, "
-    "str act, float slope) -> Tensor"
-)
+_library.define(FOLDED_CE)
 norm_ce = torch.ops.cenet.norm_ce.default
 norm_ce_backward = torch.ops.cenet.norm_ce_backward.default
 folded_ce = torch.ops.cenet.folded_ce.default
+# operators with an activation inside, and the records of their calls
+CALLS = {norm_ce: NormCECall, folded_ce: FoldedCECall}
 _ACT, _SLOPE = CONSTANTS.index("act"), CONSTANTS.index("slope")
 
 
@@ -146,15 +147,12 @@ def _norm_ce_backward(grad: Tensor, y: Tensor | None, *args: Any) -> tuple[Tenso
     return dx, call.x.new_empty(0) if residual is None or y is None else residual, small
 
 
-def _folded_ce(
-    x: Tensor, residual: Tensor | None, values: Tensor, matrix: Tensor | None, *args: Any
-) -> Tensor:
+def _folded_ce(*args: Any) -> Tensor:
     from cenet.kernels import layer
 
-    *weights, inv_std, share, offset, act, slope = args
-    gate = F.Gate(*(weight.contiguous() for weight in weights))
-    with _device_of(x):
-        return layer.folded(x, residual, values, matrix, gate, inv_std, share, offset, (act, slope))
+    call = FoldedCECall._make(args).without_gaps()
+    with _device_of(call.x):
+        return layer.folded(call)
 
 
 def _device_of(x: Tensor) -> AbstractContextManager[Any]:
@@ -245,7 +243,7 @@ def _through_activation(grad: Tensor, y: Tensor, act: str, slope: float) -> Tens
     if act == "relu":
         return torch.where(y > 0, grad, 0)
     if act not in ("leaky_relu", "elu"):
-        raise ValueError(f"the gradient of {act} is not written here")
+        raise ValueError(f"_through_activation has no gradient of {act}; add it")
     slopes = slope if act == "leaky_relu" else y.float() + slope
     return torch.where(y > 0, grad, (slopes * grad.float()).to(grad.dtype))
 
@@ -303,18 +301,6 @@ _library.impl("norm_ce_backward", _autograd_norm_ce_backward, "Autograd")
 _library.impl("folded_ce", _refuse_gradients, "Autograd")
 
 
-def before_activation(op: Any, args: Sequence[Any]) -> Tensor:
-    """The argument of the activation inside a call of norm_ce or folded_ce; no average moves."""
-    if op is norm_ce:
-        args = NormCECall(*args).before_activation()
-    else:
-        *rest, _, slope = args
-        args = (*rest, "none", slope)
-    result = op(*args)
-    found: Tensor = result if isinstance(result, Tensor) else result[0]
-    return found
-
-
 @cache
 def _register_flop_formulas() -> None:
     # imported here: the counter imports triton
@@ -348,13 +334,11 @@ def _flops(call: Any, products: dict[int, int], gate: int) -> int:
     return matrices + (gate * x[0] * w1[0] * w1[1] if call.mode.ir != ABSENT else 0)
 
 
-def _folded_flops(
-    x_shape: Any, residual_shape: Any, shift_shape: Any, matrix_shape: Any, w1_shape: Any,
-    *args: Any, out_shape: Any = None, **kwargs: Any,
-) -> int:  # fmt: skip
+def _folded_flops(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
     """One product with the group matrices; the gate."""
-    entries = 0 if matrix_shape is None else _matrix_entries(x_shape, matrix_shape[-1])
-    return 2 * entries + 4 * int(x_shape[0] * w1_shape[0] * w1_shape[1])
+    call: Any = FoldedCECall._make(args)
+    entries = 0 if call.matrix is None else _matrix_entries(call.x, call.matrix[-1])
+    return 2 * entries + 4 * int(call.x[0] * call.w1[0] * call.w1[1])
 
 
 def _matrix_entries(x_shape: Any, group_size: int) -> int:

@@ -11,6 +11,7 @@ from cenet.files import check_regular, open_to_append
 ABOUT = "run.json"  # recipe, input spec and environment
 METRICS = "metrics.jsonl"  # one row per epoch
 METRICS_CSV = "metrics.csv"  # the same rows
+LAMBDA = "lambda/"  # columns of the rows: λ of a CE layer, whose name follows
 CHANNELS = "channels.csv"  # channel statistics, with --monitor-every
 WEIGHTS = "weights.safetensors"  # final weights
 LOCK = ".lock"

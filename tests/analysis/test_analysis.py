@@ -1,11 +1,12 @@
 """What the recorder sees, against networks whose answer is known and slow independent formulas."""
 
 import copy
+from typing import NamedTuple
 
 import pytest
 import timm
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import cenet
 import cenet.analysis.activations as activations
@@ -333,7 +334,16 @@ def test_an_operator_with_an_activation_inside_is_watched(monkeypatch):
 
     library.impl("scaled", scaled, "CompositeExplicitAutograd")
     operator = torch.ops.cenet_test.scaled.default
-    monkeypatch.setattr(activations, "FUSED", {operator: -2})
+
+    class ScaledCall(NamedTuple):
+        x: Tensor
+        act: str
+        slope: float
+
+        def before_activation(self):
+            return self._replace(act="none")
+
+    monkeypatch.setattr(activations.ops, "CALLS", {operator: ScaledCall})
 
     class Fused(nn.Module):
         def forward(self, x):

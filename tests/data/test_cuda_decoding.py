@@ -10,8 +10,7 @@ import cenet.data.cuda_decoding as cuda_decoding
 from _files import decode_here, jpeg, photograph, photographs, write_files
 from _training import TINY, stop_at
 from cenet.data.cuda_decoding import as_tensor, choose, decode_jpegs, jpeg_size
-from cenet.data.datasets import Split
-from cenet.data.input_spec import input_spec_of
+from cenet.data.datasets import Split, input_spec_of
 from cenet.data.loaders import evaluation_batches, training_loader
 from cenet.data.order import Shard
 from cenet.distributed import Processes

@@ -19,8 +19,7 @@ from torch import nn
 
 import cenet.data.workers as pool
 import cenet.signals as signals
-from cenet.data.datasets import Encoded, Resident, image_folders
-from cenet.data.input_spec import input_spec_of
+from cenet.data.datasets import Encoded, Resident, image_folders, input_spec_of
 from cenet.data.loaders import ResidentLoader, evaluation_batches, training_loader
 from cenet.data.order import Shard, epoch_order
 from cenet.data.sources import Folder

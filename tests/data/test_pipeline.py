@@ -15,9 +15,8 @@ import cenet.data.loaders as loaders
 import cenet.data.pipeline as pipeline
 from _files import decode_here, jpeg, photograph, photographs, write_files
 from _training import TINY, assert_same_run, stop_at, trainer
-from cenet.data.datasets import Split
+from cenet.data.datasets import Split, input_spec_of
 from cenet.data.decoding import decode as decode_image
-from cenet.data.input_spec import input_spec_of
 from cenet.data.order import Shard, epoch_order
 from cenet.data.views import Viewing
 from cenet.signals import Interrupted

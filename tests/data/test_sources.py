@@ -19,8 +19,15 @@ from PIL import Image
 from _sources import files_of, write_parquet, write_rows, write_shards, write_tar
 from _training import TINY, assert_same_run, call, stop_at, trainer
 from cenet.data import parquet
-from cenet.data.datasets import Encoded, Resident, digest, image_folders, load, load_test
-from cenet.data.input_spec import input_spec_of
+from cenet.data.datasets import (
+    Encoded,
+    Resident,
+    digest,
+    image_folders,
+    input_spec_of,
+    load,
+    load_test,
+)
 from cenet.data.loaders import training_loader
 from cenet.data.order import Shard
 from cenet.data.sources import SAMPLE, are_same_images, mark

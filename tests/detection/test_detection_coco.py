@@ -24,8 +24,8 @@ FAULTS = {
     "objects whose run lengths do not fill their mask": annotation(
         segmentation={"counts": [0, 9], "size": [40, 60]}, iscrowd=1
     ),
-    "objects whose area or iscrowd is no such number": annotation(area="large"),
-    "objects that are no records": ["no", "record"],
+    "objects with an invalid area or iscrowd": annotation(area="large"),
+    "objects that are not JSON objects": ["no", "record"],
 }
 
 
@@ -35,7 +35,7 @@ BOX = "objects whose box is not four numbers"
 LINE = "objects whose polygons have no area in the image"
 
 
-AREA = "objects whose area or iscrowd is no such number"
+AREA = "objects with an invalid area or iscrowd"
 
 
 RUNS = "objects whose run lengths do not fill their mask"

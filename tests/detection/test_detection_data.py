@@ -182,7 +182,7 @@ def test_one_file_of_annotations_is_for_both(folder):
         ),
         (
             lambda f: (f / "annotations" / "instances_val2017.json").write_text("{}"),
-            "instances_val2017.json: these are not annotations as COCO has them",
+            "instances_val2017.json: these are not COCO annotations: there is no list",
         ),
         (
             lambda f: (f / "annotations" / "instances_val2017.json").write_text(
@@ -255,3 +255,39 @@ def test_data_that_is_not_there():
         load(RECIPES["resnet50_ce"], None)
     with pytest.raises(ValueError, match="shapes are drawn"):
         load(RECIPES["shapes"], "somewhere")
+
+
+def test_held_out_images_are_tested_and_not_trained_on(tmp_path):
+    """Every third image has no object, and one annotation has a fault."""
+    (tmp_path / "images").mkdir()
+    for number in range(1, 13):
+        Image.new("RGB", (60, 40), (number, 0, 0)).save(tmp_path / "images" / f"{number}.png")
+    objects = [annotation(image_id=number, id=number) for number in range(1, 13) if number % 3]
+    given = coco(*objects, annotation(category_id=7), images=12)
+    (tmp_path / "instances.json").write_text(json.dumps(given))
+    whole = load(RECIPES["coco128_ce"], tmp_path)
+    assert (len(whole.train.images), len(whole.test.images)) == (9, 3)
+
+    def names(share):
+        split = load(replace(RECIPES["coco128_ce"], holdout=share, seed=7), tmp_path)
+        found = [[image["file_name"] for image in part.images] for part in split]
+        assert sorted(found[0] + found[1]) == sorted(f"{number}.png" for number in range(1, 13))
+        for part in split:
+            for place, image in enumerate(part.images):
+                number = int(image["file_name"].removesuffix(".png"))
+                assert part.read(place)[0, 0, 0] == number
+                assert bool(part.objects[place]) == bool(number % 3)
+                assert {one["image_id"] for one in part.objects[place]} <= {image["id"]}
+            kept = {image["id"] for image in part.images}
+            assert {one["image_id"] for one in part.coco["annotations"]} <= kept
+            assert part.classes == ("cat", "dog")
+        assert sum(len(part.coco["annotations"]) for part in split) == len(objects)
+        assert [len(part.faults) for part in split] == [1, 0]
+        return {*found[1]}
+
+    assert names(0.25) == {image["file_name"] for image in whole.test.images}
+    assert names(0.25) < names(0.5)
+    with pytest.raises(
+        ValueError, match=r"holdout=0.01 of 12 images leaves no object: images, held"
+    ):
+        load(replace(RECIPES["coco128_ce"], holdout=0.01), tmp_path)

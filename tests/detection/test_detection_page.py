@@ -22,7 +22,7 @@ from cenet.detection.job import show_run
 from cenet.detection.page import build_page, read_source
 from cenet.detection.predictions import choose, match, predictions_section
 from cenet.detection.trainer import build_detector
-from cenet.report.render import save_page
+from cenet.report.pages import save_page
 from cenet.run_folder import WEIGHTS
 from cenet.train import checkpoint
 from cenet.train.weights import write_weights
@@ -298,7 +298,7 @@ def test_show_draws_what_the_weights_find(tmp_path, monkeypatch, capsys):
     assert "wrote" in capsys.readouterr().out
     page = (run / "detection.html").read_text()
     assert page.count("data:image/jpeg;base64,") == 6
-    assert "The network is that of weights.safetensors" in page
+    assert "The weights are those of weights.safetensors" in page
     assert 'role="note"' not in page
     assert not re.search(r'(src|href)="(?!data:|#)', page), "it needs nothing else"
     assert (run / "detection_files" / "image-3-2.svg").is_file()

@@ -1,6 +1,7 @@
 """Recipes of detection are the paper's, and detectors are what their names say."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -38,6 +39,12 @@ def test_recipes_for_coco_say_this(name):
     recipe = RECIPES[name]
     assert (recipe.backbone, recipe.setting) == ROWS[name]
     assert {field: getattr(recipe, field) for field in COCO} == COCO
+
+
+def test_the_recipes_for_128_images_differ_in_ce_alone():
+    plain, ce = RECIPES["coco128_plain"], RECIPES["coco128_ce"]
+    assert replace(ce, backbone="resnet50") == plain
+    assert (ce.setting, ce.trainable_layers, ce.holdout) == ("frozen", 3, 0.25)
 
 
 @pytest.mark.parametrize(

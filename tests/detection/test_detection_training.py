@@ -27,7 +27,7 @@ from cenet.run_folder import read_metrics
 from cenet.signals import Interrupted
 from cenet.train import checkpoint
 from cenet.train.nonfinite import NonFiniteLoss
-from cenet.train.run_log import read_run
+from cenet.train.recipes import read_run
 
 ALONE = Processes(0, 1, torch.device("cpu"))
 
@@ -173,7 +173,7 @@ def test_train_eval_and_show(tmp_path, monkeypatch, capsys):
         (("train", "shape"), "'shape' is not a detection recipe (did you mean shapes"),
         (("train", "shapes", "--lr", "-1"), "lr=-1.0 must be at least"),
         (("train", "resnet50_ce"), "pass a classifier's weights by --checkpoint FILE"),
-        (("train", "resnet50_ce", "--setting", "scratch"), "trainable_layers=3 keep parts of the"),
+        (("train", "resnet50_ce", "--setting", "scratch"), "trainable_layers=3 freeze parts of"),
         (
             ("train", "resnet50_ce", "--setting", "scratch", "--trainable-layers", "5"),
             "coco is not built in",

@@ -16,7 +16,7 @@ from _checks import assert_close
 from _detection import TINY, batch, few_shapes, small_detector
 from _training import ALONE, assert_same_run, call, metrics
 from cenet import NormCE2d
-from cenet.data.input_spec import InputSpec
+from cenet.data.datasets import InputSpec
 from cenet.detection.job import DetectionJob, evaluate_run, load_detector, train
 from cenet.detection.trainer import DetectionOptions, DetectionTrainer, build_detector
 from cenet.models import create_model

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -12,14 +13,16 @@ from itertools import chain, product
 from pathlib import Path
 
 import pytest
+import torch
 from experiments import building, costs, drawing, tables, uncertainty
 from experiments.__main__ import main as driver
 from experiments.__main__ import parse as parse_driver
 from experiments.catalogue import GRID, RESULTS
-from experiments.collecting import collect, parts_of
+from experiments.collecting import _lambdas, collect, parts_of
 from experiments.lasting import parse as parse_tasks
 from experiments.lasting_result import CASES
 from experiments.launching import Command
+from experiments.measures_table import ABLATION, MEASURES
 from experiments.result import Result, Rows
 from experiments.runs import LOOK_EVERY, DetectorRun, LastingRun, Run, runs
 from experiments.scheduling import Schedule, Settings, state
@@ -30,14 +33,18 @@ from scipy import stats
 from torch import nn
 
 import cenet
+from cenet.data.datasets import FILES_MEAN, FILES_STD, InputSpec
 from cenet.detection.command import parse as parse_detector
+from cenet.detection.recipes import RECIPES as DETECTORS
+from cenet.detection.trainer import build_detector
 from cenet.diagnosing.command import diagnose_named
 from cenet.models.cost import PAPER_GFLOPS as NETWORKS
+from cenet.run_folder import locked
 from cenet.train import RECIPES
 from cenet.train.command import parse
 from cenet.train.job import Job, train
 from cenet.train.options import Options
-from cenet.train.weights import load_run
+from cenet.train.weights import build_network, load_run, write_weights
 
 ROOT = Path(__file__).parents[2]
 EVERY = list(dict.fromkeys(run for result in RESULTS.values() for run in result.needs))
@@ -53,7 +60,7 @@ def start(*arguments):
 def test_commands_ask_for_the_runs_of_the_paper(result, on_gpu, monkeypatch, tmp_path):
     """At the configuration users run; parsing stops before training."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: on_gpu)
-    data = dict.fromkeys(("imagenet", "tinyimagenet", "cifar10", "coco"), tmp_path)
+    data = dict.fromkeys(("imagenet", "tinyimagenet", "cifar10", "coco", "coco128"), tmp_path)
     settings = Settings(data=data, runs=tmp_path, options=("--workers", "7"))
     for run in result.needs:
         command = settings.training(run)
@@ -65,6 +72,7 @@ def test_commands_ask_for_the_runs_of_the_paper(result, on_gpu, monkeypatch, tmp
         if isinstance(run, DetectorRun):
             job = parse_detector(command[2:])
             assert job.checkpoint == tmp_path / run.begins_with.name / "weights.safetensors"
+            assert job.options.evaluate_every == job.recipe.epochs
         else:
             job = parse(command[1:])
             assert job.options.cuda_graphs == (on_gpu and not run.watched)
@@ -225,6 +233,9 @@ def filled(result: Result, folder: Path) -> None:
         for place, run in enumerate(found, done):
             fill(run, (place + 1) / 1000, folder)
         done += len(found)
+    if result.name == "main":
+        for name in ("vgg16", "tiny_resnets", "tiny_small"):
+            filled(RESULTS[name], folder)
     if result.name == "table_cost":
         with (folder / "inference.csv").open("w", newline="") as file:
             writer = csv.writer(file)
@@ -246,11 +257,12 @@ def fill(run: Run, share: float, folder: Path) -> None:
         return
     if isinstance(run, DetectorRun):
         columns = [f"{k}_ap{t}" for k in ("box", "mask") for t in ("", "50", "75")]
-        tables.add({"detections": [own | dict.fromkeys(columns, share)]}, folder)
+        losses = {"train_loss": 1 + share}
+        tables.add({"detections": [own | dict.fromkeys(columns, share) | losses]}, folder)
         return
     for column in ("train_loss", "test_loss", "dormant_strict", "rare", "weak_contribution",
                    "prunable", "duplicates", "participation_share", "correlation", "gini",
-                   "mean_activation"):  # fmt: skip
+                   "mean_activation", "correlation_in_groups"):  # fmt: skip
         own[column] = share
     place = round(1000 * share)
     own |= {"betas": 1000, "betas_nonpositive": 100 * place, "relu_betas": 400,
@@ -261,8 +273,12 @@ def fill(run: Run, share: float, folder: Path) -> None:
     ratios = [i / 10 for i in range(11)]
     found = {
         "runs": [own],
-        "layers": [name | {"layer": i, "channels": 64, "correlation": share * (i + 1),
-                           "correlation_in_groups": share} for i in range(6)],
+        "layers": [name | {"layer": i, "title": f"l{i}", "channels": 64,
+                           "correlation": share * (i + 1), "correlation_in_groups": share,
+                           "participation_share": share, "lambda": i * share if i % 2 else ""}
+                   for i in range(6)],
+        "lambdas": [name | {"epoch": e, "layer": f"l{i}", "lambda": (i + e) / 10}
+                    for e in (1, 2) for i in (1, 3, 5)],
         "epochs": [name | {"epoch": e, "train_top1": 0.2 * e, "test_top1": 0.1 * e,
                            "train_loss": 1 / e} for e in range(1, 4)],
         "ablation": [name | {"ratio": r, "random": 0.9 - r * share,
@@ -286,7 +302,9 @@ def test_everything_is_built_of_all_runs(result, tmp_path):
     assert "not run" not in text
     assert text.count("\n") == len(made.table) + 1
     assert "not chosen" not in text
-    drawn = result.name.startswith("fig") or result.name in ("lasting", "learning_speed")
+    drawn = result.name.startswith(("fig", "measures_")) or result.name in (
+        "lasting", "learning_speed", "main",
+    )  # fmt: skip
     assert (made.figure is not None) == drawn
     building.write({result.name: made}, tmp_path / "one")
     again = result.build(Rows(tmp_path))
@@ -331,6 +349,18 @@ def test_a_grid_has_one_ratio(values):
         Grid((("lr", values),))
 
 
+def test_a_fixed_field_is_in_every_run_and_never_searched(tmp_path):
+    recipe = "tiny_resnet18_bd"
+    grid = Grid((("lr", (0.1, 0.2)),), fixed=(("weight_decay", 2.5e-3),))
+    for trial in grid.trials(recipe):
+        tables.add({"trials": [row(trial.name, top1=trial.made.lr)]}, tmp_path)
+    found = grid.search(recipe, Rows(tmp_path))
+    assert found.best == (("lr", 0.2), ("weight_decay", 2.5e-3))
+    assert [(run.made.lr, run.made.weight_decay) for run in found.missing] == [(0.4, 2.5e-3)]
+    (final,) = finals(recipe, grid, 1, Rows(tmp_path))
+    assert (final.made.lr, final.made.weight_decay, final.made.holdout) == (0.2, 2.5e-3, 0.0)
+
+
 def test_settings_beyond_the_grid_are_tried_as_long_as_they_are_better(tmp_path):
     """Along (lr, weight decay): the best are 0.2, 5e-4; then 0.4, 5e-4; then nothing is better."""
     recipe, line = "tiny_resnet18_ce", 2
@@ -360,6 +390,112 @@ def test_settings_beyond_the_grid_are_tried_as_long_as_they_are_better(tmp_path)
     assert (cells["learning rate"], cells["weight decay"]) == ("0.4", "0.0005")
 
 
+def chosen_detectors(folder):
+    """Those of coco128; the best settings are 0.1, 5e-4, and nothing around them is better."""
+    result, told = RESULTS["coco128"], set()
+    while trials := {*result.needs, *result.then(Rows(folder))} - told:
+        if not any(run.is_trial for run in trials):
+            break
+        for run in trials:
+            best = (run.made.lr, run.made.weight_decay) == (0.1, 5e-4)
+            tables.add({"trials": [row(run.name, top1=0.6 if best else 0.5)]}, folder)
+        told |= trials
+    assert len(told) == 2 * (6 + 1)  # the grid, and one step beyond its edge
+    return [run for run in result.then(Rows(folder)) if isinstance(run, DetectorRun)]
+
+
+def test_detectors_begin_with_classifiers_at_their_best_settings(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    rows = tmp_path / "rows"
+    assert not any(isinstance(run, DetectorRun) for run in RESULTS["coco128"].then(Rows(rows)))
+    found = chosen_detectors(rows)
+    assert [run.name for run in found] == [
+        f"detect_coco128_{side}-seed{seed}" for side in ("plain", "ce") for seed in range(3)
+    ]
+    settings = Settings(data={"coco128": tmp_path}, runs=tmp_path / "runs")
+    for run in found:
+        side = run.recipe.removeprefix("coco128_")
+        first = f"tiny_resnet50_{side}-seed{run.seed}"  # 0.1 and 5e-4 are the recipe's own
+        job = parse_detector(settings.training(run)[2:])
+        assert job.checkpoint == tmp_path / "runs" / first / "weights.safetensors"
+        assert job.recipe.backbone == ("ceresnet50" if side == "ce" else "resnet50")
+        assert (job.recipe.setting, job.recipe.holdout) == ("frozen", 0.25)
+        assert (job.recipe.epochs, job.options.evaluate_every) == (60, 60)
+        assert job.data == tmp_path
+        assert not run.is_trial
+        assert "weights of tiny_resnet50" in settings.lacks(run)
+
+
+def test_detectors_are_compared_seed_by_seed(tmp_path):
+    for run in chosen_detectors(tmp_path):
+        own = {"plain": 0.01, "ce": 0.03}[run.recipe.removeprefix("coco128_")] + 0.01 * run.seed
+        values = {f"{kind}_ap{level}": own for kind in ("box", "mask") for level in ("", "50")}
+        tables.add({"detections": [row(run.name, **values, train_loss=2.0)]}, tmp_path)
+    plain, ce = RESULTS["coco128"].build(Rows(tmp_path)).table
+    assert (plain["n"], plain["AP box"], ce["AP box"]) == ("3", "2.0 ± 1.0", "4.0 ± 1.0")
+    assert (plain["AP mask against the first (95 %)"], ce["training loss"]) == ("", "2.000 ± 0.000")
+    assert ce["AP mask against the first (95 %)"] == "+2.0 (+2.0 to +2.0)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", ["plain", "ce"])
+def test_weights_of_a_tiny_imagenet_classifier_fit_the_detector(side, tmp_path):
+    recipe = RECIPES[f"tiny_resnet50_{side}"]
+    inputs = InputSpec(("cat", "dog"), FILES_MEAN, FILES_STD)
+    network, file = build_network(recipe, inputs), tmp_path / "weights.safetensors"
+    write_weights(file, network, recipe, inputs)
+    found = build_detector(DETECTORS[f"coco128_{side}"], inputs, file).backbone.body.state_dict()
+    last = [name for name in network.state_dict() if "layer4.2.conv3" in name]
+    for name in ("conv1.weight", *last):
+        assert torch.equal(found[name], network.state_dict()[name])
+
+
+def test_a_classifier_whose_weights_are_gone_is_trained_again_and_not_counted_twice(
+    tmp_path, monkeypatch, capsys
+):
+    """Its rows came from a machine that is gone; the run that begins with it is missing."""
+    first = Run("digits_plain", changes=(("epochs", 1), ("warmup_epochs", 0)))
+    then = replace(first, begins_with=first)
+    result = Result("two", "two", "", (first, then), build=lambda rows: building.Built([]))
+    monkeypatch.setitem(RESULTS, "two", result)
+    tables.add({"runs": [row(first.name, top1=0.25)]}, tmp_path / "rows")
+    started = []
+    monkeypatch.setattr(
+        "experiments.scheduling.collect",
+        lambda run, *_: {"runs": [row(run.name, top1=0.75)]},
+    )
+    monkeypatch.setattr(Schedule, "_start", lambda self, run, kind, *_: (
+        started.append((run.name, kind)), finish(self, run, kind)))  # fmt: skip
+
+    def finish(schedule, run, kind):
+        folder = schedule.settings.folder(run)
+        folder.mkdir(exist_ok=True)
+        (folder / ("weights.safetensors" if kind == "train" else "diagnosis.json")).touch()
+        schedule.under_way[run] = (kind, Ended())
+
+    folders = ("--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "rows"))
+    arguments = ["experiments", "train", "two", "--device", "cpu", *folders]
+    monkeypatch.setattr(sys, "argv", arguments)
+    driver()
+    assert started == [(first.name, "train"), (then.name, "train"), (then.name, "diagnose")]
+    assert "left out" not in capsys.readouterr().out
+    found = {own["name"]: own["top1"] for own in tables.read("runs", tmp_path / "rows")}
+    assert found == {first.name: "0.25", then.name: "0.75"}
+
+
+class Ended:
+    """A command that has ended well."""
+
+    def poll(self):
+        return 0
+
+    def send_signal(self, number):
+        pass
+
+    def wait(self):
+        pass
+
+
 def test_a_command_has_the_arguments_log_and_exit_code_of_a_process_of_its_own(tmp_path):
     log = tmp_path / "log"
     log.write_text("before\n")
@@ -370,6 +506,18 @@ def test_a_command_has_the_arguments_log_and_exit_code_of_a_process_of_its_own(t
     lines = log.read_text().splitlines()
     assert lines[:2] == ["before", f"cenet {cenet.__version__}"]
     assert lines[-1].startswith("'nothing' is not a recipe")
+
+
+def test_a_command_starts_processes_as_one_of_its_own_does(tmp_path, monkeypatch):
+    """Data loaders pass their images on by fork, where that is the default."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "says.py").write_text("import multiprocessing as m; print(m.get_start_method())")
+    command = Command("says", [], tmp_path / "log")
+    command.wait()
+    alone = subprocess.run(
+        [sys.executable, tmp_path / "says.py"], capture_output=True, text=True, check=True
+    )
+    assert (tmp_path / "log").read_text() == alone.stdout
 
 
 def test_a_trial_that_diverges_is_the_worst_of_all(tmp_path):
@@ -464,15 +612,112 @@ def test_the_rate_over_many_tasks_is_the_best_of_a_seed_that_counts_no_more(tmp_
     assert {run.made.lr for run in found} == {0.02}
 
 
+def test_measures_of_several_networks_are_compared_with_the_first(tmp_path):
+    """Of the seeds that all have; measures that some run has not are left out."""
+    result = RESULTS["measures_resnet18"]
+    for run in result.needs:
+        top1 = 0.6 if (run.made.lr, run.made.weight_decay) == (0.1, 5e-4) else 0.5
+        tables.add({"trials": [row(run.name, top1=top1)]}, tmp_path)
+    beyond = [run for run in result.then(Rows(tmp_path)) if run.is_trial]
+    for run in beyond:
+        tables.add({"trials": [row(run.name, top1=0.1)]}, tmp_path)
+    dormant = {"plain": (0.1, 0.2, 0.3), "se": (0.2, 0.3, 0.4), "ce": (0.4, 0.6)}
+    for side, values in dormant.items():
+        for seed, value in enumerate(values):
+            name = f"tiny_resnet18_{side}-seed{seed}"
+            gini = "" if (side, seed) == ("ce", 1) else 0.5
+            own = row(name, dormant=value, gini=gini)
+            own |= {
+                measure.column: 0.0
+                for measure in MEASURES
+                if measure.column not in own and measure.column not in ABLATION
+            }
+            tables.add({"runs": [own]}, tmp_path)
+    made = result.build(Rows(tmp_path))
+    (line,) = (line for line in made.table if line["n = 2 seeds"] == "dormant, all layers")
+    assert list(line.values())[1:] == [
+        "15.00 ± 7.07 %", "25.00 ± 7.07 %", "50.00 ± 14.14 %",
+        "+10.00 (+10.00 to +10.00)", "+35.00 (−28.53 to +98.53)",
+    ]  # fmt: skip
+    assert list(line)[-2:] == ["SE − plain, 95 % interval", "CE − plain, 95 % interval"]
+    texts = {line["n = 2 seeds"] for line in made.table}
+    assert len(texts) == len(MEASURES) - len(ABLATION) - 1
+    assert not any("Gini" in text for text in texts)
+
+
+def test_the_main_table_compares_what_is_there(tmp_path):
+    """VGG-16: two seeds of both and a third of one; on Tiny ImageNet nothing was chosen yet."""
+    for name, top1 in (("plain-seed0", 0.5), ("plain-seed1", 0.6), ("plain-seed2", 0.9),
+                       ("ce-seed0", 0.52), ("ce-seed1", 0.64)):  # fmt: skip
+        own = row(f"vgg16_{name}", top1=top1, train_loss=1.0, test_loss=2 * top1)
+        tables.add({"runs": [own]}, tmp_path)
+    made = RESULTS["main"].build(Rows(tmp_path))
+    vgg, *others = made.table
+    assert vgg["top-1, plain"] == "66.67 ± 20.82 % (n = 3)"
+    assert (vgg["top-1, SE"], vgg["top-1, CE"]) == ("–", "58.00 ± 8.49 % (n = 2)")
+    low, high = stats.ttest_rel([52, 64], [50, 60]).confidence_interval(0.95)
+    text = f"+3.00 ({low:+.2f} to {high:+.2f})".replace("-", "−")
+    assert vgg["CE − plain, 95 % interval"] == text
+    assert len(others) == 5
+    assert {cell for line in others for cell in list(line.values())[1:]} == {"not run", ""}
+    panel = made.figure.axes[0]
+    assert [tick.get_text() for tick in panel.get_yticklabels()] == [vgg[""]]
+    ((dots, _, bars),) = panel.containers
+    assert list(dots.get_xdata()) == pytest.approx([3])
+    assert bars[0].get_segments()[0][:, 0] == pytest.approx([low, high])
+    drawing.plt.close(made.figure)
+
+
+def test_settings_show_what_was_tried_and_the_best(tmp_path):
+    """The best is marked once the grid was tried; settings beyond the grid have rows too."""
+    recipe, result = "tiny_resnet18_ce", RESULTS["settings"]
+    trials = GRID.trials(recipe)
+    for place, run in enumerate(trials):
+        tables.add({"trials": [row(run.name, top1=0.4 + place / 100)]}, tmp_path)
+        marked = "**" in building.markdown(result.build(Rows(tmp_path)).table)
+        assert marked == (run is trials[-1])
+    (further,) = runs(recipe, holdout=0.1, lr=0.4, weight_decay=5e-4)
+    tables.add({"trials": [row(further.name, top1=0.7)]}, tmp_path)
+    lines = [line for line in result.build(Rows(tmp_path)).table if line["network"] == "ResNet-18"]
+    found = {(line["learning rate"], line["weight decay"]): line for line in lines}
+    assert len(found) == len(lines) == 7
+    ce = "held-out top-1, CE"
+    assert (found["0.4", "0.0005"][ce], found["0.2", "0.0005"][ce]) == ("**70.00 %**", "45.00 %")
+    assert found["0.2", "0.0005"]["held-out top-1, plain"] == "not run"
+
+
+def test_lambda_by_layer_and_while_training(tmp_path):
+    result = RESULTS["fig_lambda"]
+    for seed, (one, other) in enumerate(((0.2, 0.9), (0.4, 0.7))):
+        name = {"name": f"vgg16_ce-seed{seed}"}
+        layers = [name | {"title": title, "lambda": value}
+                  for title, value in (("a", one), ("without", ""), ("b", other))]  # fmt: skip
+        # in training, the record of the second seed ends with the other's layer a at 0.8
+        lambdas = [name | {"epoch": e, "layer": layer, "lambda": 0.5 + e * way * (1 + seed) / 10}
+                   for e in (1, 2) for layer, way in (("a", 1), ("b", -1))]  # fmt: skip
+        found = {"runs": [row(name["name"])], "layers": layers, "lambdas": lambdas}
+        tables.add(found, tmp_path)
+    made = result.build(Rows(tmp_path))
+    line = made.table[0]
+    assert (line["n"], line["CE layers"], line["λ, mean of layers"]) == ("2", "2", "0.550 ± 0.000")
+    assert line["smallest λ of a layer"] == "0.300 ± 0.141 (`a`)"
+    assert line["largest λ of a layer"] == "0.800 ± 0.141 (`b`)"
+    after, training = made.figure.axes
+    assert [list(dots.get_ydata()) for dots in after.lines] == [[0.2, 0.4], [0.9, 0.7]]
+    drawn = [(list(one.get_xdata()), list(one.get_ydata())) for one in training.lines]
+    assert drawn == [([1, 2], pytest.approx([0.65, 0.8])), ([1, 2], pytest.approx([0.35, 0.2]))]
+    drawing.plt.close(made.figure)
+
+
 def test_both_shares_of_nonpositive_betas(tmp_path):
     result = RESULTS["table_beta"]
     filled(result, tmp_path)
     lines = result.build(Rows(tmp_path)).table
     assert [line["β ≤ 0, all batch norms"] for line in lines] == [
-        "10.0% of 1,000", "20.0% of 1,000", "30.0% of 1,000",
+        "10.0 % of 1,000", "20.0 % of 1,000", "30.0 % of 1,000",
     ]  # fmt: skip
     assert [line["β ≤ 0, directly before ReLU"] for line in lines] == [
-        "25.0% of 400", "25.2% of 400", "25.5% of 400",
+        "25.0 % of 400", "25.2 % of 400", "25.5 % of 400",
     ]  # fmt: skip
     assert [line["paper"] for line in lines] == ["76.0 %", "76.7 %", "81.8 %"]
 
@@ -492,7 +737,7 @@ def test_maps_are_averaged_over_seeds_and_compared(tmp_path):
     made = result.build(Rows(tmp_path))
     lines = [list(line.values()) for line in made.table]
     assert lines[0] == ["BN", "2", "2.500 ± 1.414", "2.000", "3.000"]
-    assert lines[1] == ["BN+CE", "1", "2.250", "2.000", "2.500", "50%"]
+    assert lines[1] == ["BN+CE", "1", "2.250", "2.000", "2.500", "50 %"]
     shown = [axes.images[0].get_array().tolist() for axes in made.figure.axes[:2]]
     assert shown == [[[2.0, 3.0]], [[2.5, 2.0]]]
     assert made.figure.axes[0].images[0].get_clim() == made.figure.axes[1].images[0].get_clim()
@@ -525,6 +770,11 @@ def test_a_run_leaves_rows_with_the_columns_of_the_committed_ones(tmp_path):
     for table in ("runs", "layers", "ablation"):
         assert list(rows[table][0]) == list(tables.read(table)[0]), table
     assert {row["images"] for row in rows["ablation"]} == {found.data.images}
+    kept = {row["layer"]: row["lambda"] for row in rows["lambdas"]}
+    assert {row["epoch"] for row in rows["lambdas"]} == {1}
+    assert sorted(kept.values()) == sorted(
+        layer.mix for layer in found.layers if layer.mix is not None
+    )
     (own,) = rows["runs"]
     network = load_run(tmp_path)
     norms = [norm for norm in network.modules() if isinstance(norm, nn.BatchNorm2d)]
@@ -550,6 +800,16 @@ def test_a_run_leaves_rows_with_the_columns_of_the_committed_ones(tmp_path):
     (tmp_path / "diagnosis.json").write_text(json.dumps(content | {"version": 2}))
     with pytest.raises(ValueError, match=r"is of an earlier version .*; remove it, and the same"):
         collect(run, tmp_path, "command")
+
+
+@pytest.mark.parametrize(("epochs", "kept"), [(3, [1, 2, 3]), (49, [1, *range(2, 49, 2), 49])])
+def test_lambda_is_kept_of_some_epochs(epochs, kept):
+    metrics = [
+        {"epoch": e, "train_loss": 1.0, "lambda/a.bn": e / 100} for e in range(1, epochs + 1)
+    ]
+    assert _lambdas(metrics) == [
+        {"epoch": e, "layer": "a.bn", "lambda": e / 100} for e in kept
+    ]  # fmt: skip
 
 
 def test_images_of_the_ablation(tmp_path):
@@ -594,11 +854,16 @@ def test_a_smoke_figure_says_that_it_is_one(tmp_path):
 
 def test_pages_hold_what_is_built():
     made = building.built(RESULTS, Rows())
+    shown = {}
     for page in building.PAGES:
         text = page.read_text()
-        assert building.page_with(text, made) == text, "run `make results`"
-    shown = set(building.BLOCK.findall((ROOT / "docs/results.md").read_text()))
-    assert {name for _, name, _ in shown} == {*RESULTS} - {"vgg16_short"}
+        assert building.page_built(page, text, made) == text, "run `make results`"
+        shown[page.name] = {name for _, name, _ in building.BLOCK.findall(text)}
+        for picture in re.findall(r"!\[\w+\]\((\S+/results/\S+)\)", text):
+            assert (page.parent / picture).is_file()
+    assert shown["results.md"] == {*RESULTS} - {"vgg16_short"}
+    assert shown["README.md"] == {"main", "vgg16_short"}
+    assert shown["guide.md"] == {"main", "settings"}
     for name, result in made.items():
         if result.figure is not None:
             assert (ROOT / building.FIGURES / f"{name}.svg").is_file()
@@ -640,6 +905,19 @@ def test_wrong_arguments(arguments, message, monkeypatch, capsys):
         parse_driver()
     assert left.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("columns", [80, 120, 200])
+def test_the_list_has_a_line_for_each_result(columns, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys, "argv", ["experiments", "list"])
+    driver()
+    lines = capsys.readouterr().out.splitlines()
+    body = [line for line in lines if line.startswith("│")]
+    assert [line.split()[1] for line in body] == [*RESULTS]
+    assert max(map(len, lines)) <= columns
+    assert ("Fig. 1 a: norms" in body[0]) == (columns >= 120)
+    assert all("…" not in line for line in body) or columns == 120
 
 
 def test_the_dry_run_lists_every_run(tmp_path, monkeypatch, capsys):
@@ -691,6 +969,24 @@ def test_a_killed_driver_goes_on(tmp_path):
     done = trained(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(tables.names(tmp_path / "rows")) == 4
+
+
+@pytest.mark.slow
+def test_a_driver_that_gets_a_signal_stops_its_runs(tmp_path):
+    """Else they would go on alone, and the same command would find their folders locked."""
+    where = ("--runs", tmp_path / "runs", "--results", tmp_path / "rows")
+    command = [sys.executable, "-m", "experiments", "train", *where, *SMALL, "--options",
+               "--epochs", "500"]  # fmt: skip
+    process = subprocess.Popen([*map(str, command)], cwd=ROOT, stdout=subprocess.DEVNULL)
+    end = time.monotonic() + 120
+    found: list[Path] = []
+    while not found and time.monotonic() < end:  # until an epoch is trained
+        time.sleep(0.2)
+        found = [path for path in tmp_path.glob("runs/*/metrics.jsonl") if path.stat().st_size]
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 128 + signal.SIGTERM
+    with locked(found[0].parent):  # nobody else holds it
+        assert [*found[0].parent.glob("step-*.safetensors")]
 
 
 @pytest.mark.slow

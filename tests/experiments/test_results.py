@@ -1,6 +1,5 @@
 """Numbers in the docs are those of the committed rows, and code in the docs runs."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -13,16 +12,16 @@ import cenet
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_readme_quotes_the_difference():
+def test_the_readme_quotes_the_dormant_channels():
     pytest.importorskip("scipy")
     from experiments.catalogue import RESULTS
     from experiments.result import Rows
 
-    line = RESULTS["vgg16"].build(Rows()).table[0]
-    assert next(iter(line.values())) == "top-1"
-    mean, low, high = re.findall(r"[−+][0-9.]+", line["difference, 95 % interval"])
+    table = RESULTS["measures_resnet18"].build(Rows()).table
+    (line,) = (line for line in table if "dormant, all layers" in line.values())
+    shares = {name: float(line[name].split()[0]) for name in ("CE", "plain")}
     text = " ".join((ROOT / "README.md").read_text().split())
-    assert f"({mean} points, 95 % interval {low} to {high})" in text
+    assert f"{shares['CE']:.1f} % with CE, {shares['plain']:.1f} % without" in text
 
 
 def test_the_pruning_recipe_of_the_docs_leaves_the_outputs():

@@ -32,6 +32,8 @@ class Case:
     steps: int = 3
     group_size: int = 16
     gamma: float = 1.0
+    beta: float = 1.0
+    offset: float = 0.0
     device: str = "cpu"
 
     def __str__(self) -> str:
@@ -82,7 +84,7 @@ def build(case: Case, seed: int = 0) -> NormCE2d:
                 parameter.copy_(0.5 * torch.randn_like(parameter))
         if case.norm != "none":
             block.norm.weight.mul_(case.gamma)
-            block.norm.bias.mul_(case.gamma)
+            block.norm.bias.mul_(case.gamma * case.beta)
     return block.to(case.device)
 
 
@@ -149,5 +151,5 @@ def make_input(case: Case, seed: int = 1) -> tuple[Tensor, "object"]:
     # neighbouring channels correlate, channels differ in scale and offset
     leaf = leaf + 0.7 * leaf.roll(1, 1)
     scale = 0.3 + torch.rand(1, shape[1], 1, 1, generator=generator)
-    leaf = leaf * scale + torch.randn(1, shape[1], 1, 1, generator=generator)
+    leaf = leaf * scale + torch.randn(1, shape[1], 1, 1, generator=generator) + case.offset
     return leaf.to(case.dtype).to(case.device), view

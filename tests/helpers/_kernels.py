@@ -18,10 +18,9 @@ from _build import Case, build, make_input, twin
 from _checks import RTOL, assert_close
 from _reference import Block, Parameters, activate, decorrelate, normalize, reweight
 from cenet import ops
-from cenet.functional import Gate
 from cenet.kernels import layer
 from cenet.kernels.averages import average_
-from cenet.kernels.call import AVERAGES, PARAMETERS, Mode, NormCECall
+from cenet.kernels.call import AVERAGES, PARAMETERS, FoldedCECall, Mode, NormCECall
 from cenet.kernels.folded_gate import SPLITS, folded_gate
 from cenet.kernels.moments import measure
 
@@ -361,6 +360,9 @@ def folded_weights(
     """w_n of a folded layer, and into how many parts a sample was split for it."""
     with kernels_on(x.device.type):
         parts = measure(x, 16, gram=False, most_splits=SPLITS)
-        pixels = x.shape[2] * x.shape[3]
-        w = folded_gate(parts, pixels, Gate(*gate), inv_std, share, offset)
+        values = x.new_empty(5, x.shape[1])
+        call = FoldedCECall(
+            x, None, values, None, *gate, inv_std, share, offset, act="none", slope=0.0
+        )
+        w = folded_gate(call, parts)
     return w, parts.splits

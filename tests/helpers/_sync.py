@@ -152,13 +152,15 @@ def _no_spread(means: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     return statistics._average(means, counts), torch.zeros_like(means)
 
 
-def _with_counts(order: tuple[int, int, int], messages: Tensor, layout: Any) -> Any:
+def _with_counts(
+    order: tuple[int, int, int], messages: Tensor, layout: Any, center: Tensor | None
+) -> Any:
     counts, rest = messages[:, :3], messages[:, 3:]
-    return statistics.merge(torch.cat([counts[:, list(order)], rest], 1), layout)
+    return statistics.merge(torch.cat([counts[:, list(order)], rest], 1), layout, center)
 
 
-def _whole_windows_only(x: Tensor, moments: Any, instance_var: Any, layout: Any) -> Tensor:
-    told = statistics.message(x, moments, instance_var, layout)
+def _whole_windows_only(x: Tensor, *args: Any) -> Tensor:
+    told, layout = statistics.message(x, *args), args[-1]
     n, _, height, width = x.shape
     count = told.new_tensor([n * (height // layout.pool) * (width // layout.pool)])
     return torch.cat([told[:2], count, told[3:]])

@@ -378,7 +378,7 @@ def test_a_damaged_file_gives_one_clear_error(tmp_path, content):
     with pytest.raises(ValueError, match=r"damaged.pth cannot be read as a checkpoint") as error:
         released_ceresnet50(path)
     for word in ("index", "pop", "stack", "range", "unpack"):  # of the reader's own code
-        assert word not in str(error.value)
+        assert word not in str(error.value).replace(str(path), "")
 
 
 class Explosive:

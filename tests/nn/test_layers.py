@@ -627,7 +627,8 @@ def test_half_precision_gradient_under_an_upstream_gradient_with_a_mean(name, dt
 def test_computing_w_and_s_moves_no_buffer_and_tracking_does():
     layer = ChannelEquilibrium2d(24)
     x, one = images(), torch.ones(24)
-    statistics = layer.summarize(x, layer.measure(x, batch=True), norm=False)
+    moments = layer.measure(x, batch=True, offset=None)
+    statistics = layer.summarize(x, moments, None, norm=False)
     before = copy.deepcopy(layer.state_dict())
     inv_sqrt, inv_std = layer.bd.inv_sqrt(one, statistics), layer.ir.inv_std(one, statistics)
     assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())

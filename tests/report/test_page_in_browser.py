@@ -11,7 +11,7 @@ from cenet.analysis.diagnosis import Diagnosis
 from cenet.detection.page import build_page, read_source
 from cenet.detection.predictions import predictions_section
 from cenet.report import write_diagnosis_page, write_page
-from cenet.report.render import save_page
+from cenet.report.pages import save_page
 
 pytestmark = [
     pytest.mark.slow,

@@ -21,8 +21,8 @@ from _pages import (
     write_three_runs,
 )
 from cenet.analysis.diagnosis import Diagnosis
+from cenet.formatting import show
 from cenet.report import write_diagnosis_page, write_page
-from cenet.report.formatting import show
 from cenet.report.pages import build_page
 from cenet.report.sources import read_sources
 from cenet.train.recipes import Recipe

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from _pages import HOSTILE, Reader, diagnosis, figures, write_run, write_three_runs
 from cenet.analysis.diagnosis import Diagnosis
 from cenet.cli import report
+from cenet.formatting import abbreviate, brief, compare, short, show
 from cenet.report import write_diagnosis_page, write_page
 from cenet.report.charts import DARK, LIGHT, RAMP, Axis, around, ramp
-from cenet.report.formatting import abbreviate, brief, compare, short, show
 from cenet.report.pages import build_page
 from cenet.report.sources import read_sources
 

@@ -122,6 +122,8 @@ def by_hand(recipe, data):
             "lr": sgd.param_groups[0]["lr"],
             "train_loss": loss_sum / seen,
             "train_top1": correct / seen,
+            **{f"lambda/{name.removesuffix('.ce.mix_logit')}": 1 / (1 + math.exp(-value.item()))
+               for name, value in network.state_dict().items() if "mix_logit" in name},
             "test_loss": nn.functional.cross_entropy(logits, data.test.labels).item(),
             "test_top1": (places < 1).double().mean().item(),
             "test_top5": (places < 5).double().mean().item(),

@@ -25,8 +25,7 @@ from cenet.signals import Interrupted
 from cenet.train import RECIPES, checkpoint
 from cenet.train.job import Job, evaluate_run, train
 from cenet.train.options import Options
-from cenet.train.recipes import Recipe
-from cenet.train.run_log import read_run
+from cenet.train.recipes import Recipe, read_run
 from cenet.train.weights import load_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")

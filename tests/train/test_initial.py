@@ -8,14 +8,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from _training import ALONE, TINY, few_digits, trainer
-from cenet.data.input_spec import input_spec_of
+from cenet.data.datasets import input_spec_of
 from cenet.run_folder import WEIGHTS
 from cenet.train import RECIPES
-from cenet.train.build import build_network
 from cenet.train.classifier import Trainer
 from cenet.train.job import Job, train
 from cenet.train.options import Options
-from cenet.train.weights import load_initial_weights_, load_run
+from cenet.train.weights import build_network, load_initial_weights_, load_run
 
 PLAIN = replace(TINY, block="plain", epochs=1)
 CE = replace(TINY, ce_start="identity", epochs=1)

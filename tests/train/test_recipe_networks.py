@@ -13,15 +13,15 @@ import cenet.detection.networks as detectors
 from _training import TINY, few_digits, trainer
 from cenet import NormCE2d
 from cenet.baselines import IterNorm2d, SwitchableWhitening2d
-from cenet.data.input_spec import FILES_MEAN, FILES_STD, InputSpec
+from cenet.data.datasets import FILES_MEAN, FILES_STD, InputSpec
 from cenet.detection.recipes import Backbone
-from cenet.models import NETWORKS, factory, placement
+from cenet.models import NETWORKS, factory
 from cenet.nn import ChannelEquilibrium2d
 from cenet.run_folder import ABOUT
 from cenet.train import RECIPES, Recipe, checkpoint
-from cenet.train.build import build_loss, build_network, build_optimizer, build_schedule
-from cenet.train.recipes import NETWORK_NAMES, RD_RATIO, Act, Block, Norm
-from cenet.train.run_log import read_run
+from cenet.train.build import build_loss, build_optimizer, build_schedule
+from cenet.train.recipes import NETWORK_NAMES, RD_RATIO, Act, Block, Norm, read_run
+from cenet.train.weights import build_network
 
 IMAGENET = InputSpec(tuple(str(i) for i in range(1000)), FILES_MEAN, FILES_STD)
 RESNETS = ("resnet18", "resnet50", "resnet101")
@@ -37,7 +37,7 @@ APPENDIX_E = {
 
 def test_recipes_offer_what_the_factory_builds():
     """Recipes list the names again, because importing the networks takes seconds."""
-    assert set(NETWORK_NAMES) == {*placement.NETWORKS, *placement.SMALL_NETWORKS}
+    assert set(NETWORK_NAMES) == {*factory.NETWORKS, *factory.SMALL_NETWORKS}
     assert set(get_args(Block)) == set(factory.BLOCKS)
     assert set(get_args(Norm)) == set(factory.NORMS)
     assert set(get_args(Act)) == {"default", *factory.ACTIVATIONS}

@@ -8,13 +8,13 @@ import torch
 from PIL import Image
 from torch import nn
 
-from cenet.data.datasets import corrupt, digits, image_folders, load
+from cenet.data.datasets import corrupt, digits, image_folders, input_spec_of, load
 from cenet.data.decoding import read_image
-from cenet.data.input_spec import input_spec_of
 from cenet.models import create_model
 from cenet.train import RECIPES, Recipe, find_recipe
-from cenet.train.build import build_loss, build_network, build_optimizer, build_schedule
+from cenet.train.build import build_loss, build_optimizer, build_schedule
 from cenet.train.recipes import family_and_row
+from cenet.train.weights import build_network
 
 
 @pytest.mark.parametrize(

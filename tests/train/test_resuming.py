@@ -512,7 +512,7 @@ def test_rows_of_another_version_are_kept_and_the_run_goes_on(tmp_path):
     ("row", "said"),
     [
         ({"test_accuracy": 0.5}, "epoch 1: everything is in"),
-        ({"test_top1": 0.5, "test_loss": "low"}, "epoch 1: test top-1 50.00%; everything is in"),
+        ({"test_top1": 0.5, "test_loss": "low"}, "epoch 1: test top-1 50.00 %; everything is in"),
     ],
 )
 def test_a_finished_run_with_rows_of_another_version_says_what_it_knows(

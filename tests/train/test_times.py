@@ -45,8 +45,8 @@ def test_every_moment_belongs_to_one_part(now):
     assert found["wall_seconds"] == 43
     assert found["images_per_second"] == 2
     assert in_words(found) == (
-        "86 images in 43.0 s of wall time: 2 images/s (start 14%, training 63%, "
-        "waiting for data 16%, test 0%, saving 7%)"
+        "86 images in 43.0 s of wall time: 2 images/s (start 14 %, training 63 %, "
+        "waiting for data 16 %, test 0 %, saving 7 %)"
     )
     now[0] += 1  # it runs on
     assert clock.summary(86)["wall_seconds"] == 44

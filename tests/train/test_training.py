@@ -18,6 +18,7 @@ from cenet.train.classifier import Trainer
 from cenet.train.job import Job, evaluate_run, train
 from cenet.train.nonfinite import NonFiniteLoss, first_non_finite
 from cenet.train.options import Options
+from cenet.train.run_log import RunLog
 from cenet.train.weights import load_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -30,6 +31,15 @@ def test_a_run_explains_itself_and_can_be_evaluated(tmp_path):
     assert about["recipe"]["network"] == "vgg6"
     assert {"torch", "commit", "device", "command", "threads"} <= about["environment"].keys()
     assert (out / "metrics.csv").read_text().startswith("epoch,updates,lr,train_loss")
+    # λ of every CE layer after the epoch
+    weights = {
+        f"lambda/{name.removesuffix('.ce.mix_logit')}": value.sigmoid().item()
+        for name, value in load_file(out / WEIGHTS).items()
+        if name.endswith("mix_logit")
+    }
+    assert len(weights) == 6
+    assert {name: value for name, value in row.items() if "lambda" in name} == weights
+    assert set(weights.values()) != {0.5}
     found = evaluate_run(out, device="cpu")
     assert found == {name: row[name] for name in ("test_loss", "test_top1", "test_top5")}
     # other statistics of norms and CE, the same weights
@@ -56,6 +66,13 @@ def test_a_run_explains_itself_and_can_be_evaluated(tmp_path):
         train(Job(TINY, Options(out, resume="auto"), device="cpu"))
     with pytest.raises(ValueError, match=r"is not a folder of `cenet train`"):
         evaluate_run(tmp_path)
+
+
+def test_a_run_of_an_earlier_version_gets_new_columns(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"epoch": 1, "seconds": 2.0}\n')
+    RunLog(tmp_path).add({"epoch": 2, "lambda/bn": 0.25, "seconds": 3.0})
+    lines = (tmp_path / "metrics.csv").read_text().splitlines()
+    assert lines == ["epoch,seconds,lambda/bn", "1,2.0,", "2,3.0,0.25"]
 
 
 def test_a_run_is_evaluated_as_it_was_trained(files_folder, tmp_path):

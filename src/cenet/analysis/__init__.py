@@ -1,4 +1,4 @@
-"""Measurements of what the channels of a network do."""
+"""Measurements of the channels of a network."""
 
 from cenet.analysis.ablation import channel_importance, cumulative_ablation
 from cenet.analysis.channels import (

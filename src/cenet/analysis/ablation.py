@@ -20,7 +20,7 @@ BATCH = 64  # least number of images in a batch of a sample
 PIXELS = 2**18  # small images are batched up to this number of pixels
 
 Batches = Sequence[tuple[Tensor, Tensor]]
-Report = Callable[[int, int], None]  # steps done, of all
+Report = Callable[[int, int], None]  # steps done, number of steps
 
 
 class Outcome(NamedTuple):
@@ -28,7 +28,7 @@ class Outcome(NamedTuple):
 
     right: Tensor  # 1 if the predicted class is the label, else 0
     loss: Tensor  # cross-entropy
-    log_probabilities: Tensor  # of every class, (N, classes)
+    log_probabilities: Tensor  # (N, classes)
 
 
 class Mean(NamedTuple):
@@ -56,7 +56,7 @@ class Ablation(ActivationObserver):
 
     @override
     def after(self, site: Site, y: Tensor) -> None:
-        """Set the channels of this layer to zero that are off."""
+        """Set those channels of this layer to zero that are off."""
         self.channels[site.name] = site.channels
         if site.name in self.off:
             y.movedim(site.dim, 0)[self.off[site.name].to(y.device)] = 0
@@ -137,17 +137,17 @@ def cumulative_ablation(
 ) -> Tensor:
     """Top-1 accuracy when a growing share of the channels is zero, (ratios, repeats).
 
-    In each repeat the channels go in one random order, so that larger ratios take more of the same.
+    Each repeat has one random order, so a larger ratio removes the same channels and more.
 
     Args:
         model: a classifier in evaluation mode.
         batches: images and labels on its device; they are run once per ratio and repeat.
-        layer: whose post-activation output is ablated (a name of `Recorder.layers`).
+        layer: name of the layer whose channels are ablated (a name of `Recorder.layers`).
         ratios: shares of channels.
-        repeats: random orders that are tried.
-        seed: of the random orders.
+        repeats: number of random orders.
+        seed: seed of the random orders.
         order: take the channels in this order instead, (C,); there is then one repeat.
-        report: told how far it is.
+        report: called with the steps done and the number of steps.
     """
     _check(model, batches)
     ablation = Ablation(model)

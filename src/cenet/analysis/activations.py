@@ -19,7 +19,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from cenet import ops
 from cenet.analysis.readers import Readers, moved_dim
-from cenet.kernels.call import NormCECall
 from cenet.nn import NormCE2d
 from cenet.nn.base import EquilibriumLayer
 from cenet.nn.norms import norm_channels
@@ -34,8 +33,6 @@ ATEN_ACTIVATIONS = {
     "rrelu_with_noise": "rrelu",
     "hardtanh": "hardtanh",
 }
-# operators of ours that contain an activation -> position of its name among their arguments
-FUSED = {ops.norm_ce: NormCECall._fields.index("act"), ops.folded_ce: -2}
 MIX_LAST = ("addmm", "mm", "linear", "native_layer_norm", "_fused_rms_norm")
 # operators whose result has the channels of their arguments, in the same dimension
 PASS = frozenset(
@@ -44,7 +41,7 @@ PASS = frozenset(
         *("_to_copy", "contiguous", "view", "_unsafe_view", "reshape", "_reshape_alias"),
     )
 )
-WRAPPERS = ("module", "_orig_mod")  # of DDP and torch.compile
+WRAPPERS = ("module", "_orig_mod")  # attributes in which DDP and torch.compile keep the network
 
 
 class Site(NamedTuple):
@@ -134,7 +131,7 @@ class ActivationObserver(TorchDispatchMode):
     ) -> Any:
         """Run `func`, with `before` and `after` around it if it is an activation."""
         kwargs = kwargs or {}
-        if func in FUSED:
+        if func in ops.CALLS:
             return self._fused(func, args)
         name = func.overloadpacket.__name__.removesuffix("_")
         activation, x = self._activation(name, args)
@@ -174,15 +171,15 @@ class ActivationObserver(TorchDispatchMode):
         return ATEN_ACTIVATIONS.get(name), x
 
     def _fused(self, func: Any, args: tuple[Any, ...]) -> Any:
-        place = FUSED[func] % len(args)
-        site = None if args[place] == "none" else self._site(args[place], args[0])
+        call = ops.CALLS[func](*args)
+        site = None if call.act == "none" else self._site(call.act, call.x)
         if site is not None:
-            self.before(site, ops.before_activation(func, args))
+            self.before(site, _first(func(*call.before_activation())))
         result = func(*args)
         if self.readers is not None:
-            self.readers.fused(None if site is None else site.name, args[0], args[1:])
+            self.readers.fused(None if site is None else site.name, call.x, args[1:])
         if site is not None:
-            self._finish(site, result if isinstance(result, Tensor) else result[0])
+            self._finish(site, _first(result))
         return result
 
     def _finish(self, site: Site, y: Tensor) -> None:
@@ -277,6 +274,10 @@ class ActivationObserver(TorchDispatchMode):
             self._marks[output] = _Mark(1, (name,), direct=True)
         elif isinstance(module, nn.LayerNorm):
             self._marks[output] = _Mark(3, (name,), direct=True)
+
+
+def _first(result: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return result if isinstance(result, Tensor) else result[0]
 
 
 def _is_norm(module: nn.Module) -> bool:

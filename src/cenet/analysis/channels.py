@@ -1,13 +1,13 @@
-"""Measures of one layer: of its channels, from recorded statistics, and of its norm and CE."""
+"""Measures of a layer's channels, computed from recorded statistics, and of its norm and CE."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cenet import functional as F
-from cenet.nn import BatchDecorrelation2d, ChannelEquilibrium2d
+from cenet.nn import BatchDecorrelation2d, ChannelEquilibrium2d, ce_layers
 from cenet.nn.base import EquilibriumLayer
 
 FIRST_LAYERS = 6
@@ -69,10 +69,10 @@ def relative_activity(mean_abs: Tensor) -> Tensor:
 
 
 def contribution(mean_abs: Tensor, squared_reads: Tensor) -> Tensor:
-    """How much each channel reaches what reads it, relative to the layer, (C,) -> (C,).
+    """How much each channel contributes to its readers, relative to the layer, (C,) -> (C,).
 
-    For each reader the product of mean |activation| and the norm of the weights by which it reads
-    the channel, divided by the mean over the layer; and of these the largest over the readers.
+    For each reader it is the product of mean |activation| and the norm of the weights by which it
+    reads the channel, divided by the mean over the layer; the result is the largest of all readers.
     Unlike `relative_activity` it does not change when one channel alone is scaled and the weights
     that read it are scaled back.
 
@@ -114,7 +114,7 @@ def duplicates(mean: Tensor, covariance: Tensor) -> Tensor:
     near = (distance <= DUPLICATE).tril(-1).cpu()  # False where NaN
     found = torch.zeros(len(mean), dtype=torch.bool)
     for channel in near.any(1).nonzero().flatten().tolist():
-        # of a chain of neighbours only those count that repeat one that is kept
+        # in a chain of near channels, only those count that repeat a channel that is kept
         found[channel] = bool((near[channel] & ~found).any())
     return found
 
@@ -179,7 +179,7 @@ def group_correlation(
     Args:
         mean: (C,).
         covariance: (C, C).
-        numbers: of these C channels in their layer; group g has g * group_size and what follows.
+        numbers: numbers of these C channels in their layer; group g begins at g * group_size.
         group_size: channels of a group.
 
     Returns:
@@ -238,6 +238,18 @@ def equivalent_gamma(
 def mixing_ratio(ce: EquilibriumLayer) -> float | None:
     """λ, the share of batch decorrelation; None for a layer of one branch, which has none."""
     return ce.mix.item() if isinstance(ce, ChannelEquilibrium2d) else None
+
+
+@torch.no_grad()
+def mixing_ratios(network: nn.Module) -> dict[str, float]:
+    """λ of every CE layer, by the name of the layer; they leave the device together."""
+    layers = {
+        name: layer for name, layer in ce_layers(network) if isinstance(layer, ChannelEquilibrium2d)
+    }
+    if not layers:
+        return {}
+    values = torch.stack([layer.mix for layer in layers.values()]).tolist()
+    return dict(zip(layers, values, strict=True))
 
 
 @torch.no_grad()

@@ -46,10 +46,10 @@ from cenet.surgery import ce_sites
 
 # images that are ablated by default: a network takes them 60 times, and once for each channel
 ABLATION_IMAGES, ABLATION_IMAGES_SLOW = 512, 128
-THRESHOLD = 1e-2  # of the paper's inhibited channels
+THRESHOLD = 1e-2  # mean activation below which the paper calls a channel inhibited
 MATRICES = 3
 MATRIX_CHANNELS = 64
-GROUP_SIZE = 16  # of the paper, where a layer has no groups of its own
+GROUP_SIZE = 16  # group size of the paper, for layers without CE
 SMALL = 64 * 64  # pixels of an image that is quick on a CPU too
 
 Report = Callable[[str, int, int | None], None]  # phase, steps done, all steps if known
@@ -72,7 +72,7 @@ def diagnose(
     Args:
         model: a classifier, or with unlabelled images any network that takes (N, C, H, W).
         loader: batches of images, or of (images, labels); moved to the device of the model.
-        layer: to ablate, by the name of the layer or of the norm before it. By default that of the
+        layer: layer to ablate, by its name or that of the norm before it. By default that of the
             paper: the third of a VGG, elsewhere the first that follows a norm.
         ablation_images: size of that sample; 0 leaves ablation out, "all" takes every labelled
             image and keeps them on the device. By default 512, and 128 for images of more than

@@ -1,20 +1,22 @@
 """`Diagnosis` and its parts: the content of diagnosis.json, written down once.
 
 Each part checks in `__post_init__` that its fields fit together, so a `Diagnosis` is consistent
-wherever it comes from. `Diagnosis.read` is the only reader of the file.
+wherever it comes from. `Diagnosis.read` is the only reader of the file: it checks every value
+against the annotation of its field.
 """
 
 import json
+import math
 import re
+import types
 from base64 import b64encode
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from cenet.analysis.channels import WIDEST
-from cenet.analysis.json_dataclass import from_json, to_json
 from cenet.files import read_json, replace_file
 
 FILE = "diagnosis.json"
@@ -29,6 +31,8 @@ COUNTED = (
     "dormant", "dormant_strict", "rare", "saturated", "duplicates", "prunable", "inhibited",
 )  # fmt: skip
 PNG = "data:image/png;base64,"
+LARGEST = 1e100  # numbers beyond it overflow as soon as something is computed from them
+Record = TypeVar("Record")
 
 
 def data_uri(image: Any, kind: Literal["png", "jpeg"] = "png", **options: Any) -> str:
@@ -75,7 +79,7 @@ class Images:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """On all labelled images."""
+    """Accuracy on all labelled images."""
 
     top1: float
     top5: float
@@ -199,6 +203,11 @@ class Layer:
             return None
         return self.participation_ratio / min(self.channels, WIDEST)
 
+    @property
+    def ce_state(self) -> str | None:
+        """Whether CE is "in place", or the norm is a "site" where insert_ce_ would put it."""
+        return "in place" if self.has_ce else "site" if self.ce_site else None
+
 
 @dataclass(frozen=True)
 class BatchNorm:
@@ -207,7 +216,7 @@ class BatchNorm:
     name: str
     channels: int
     nonpositive: int  # channels with β ≤ 0
-    activation: str | None  # that takes its output as it is; None behind a sum, a gate or CE
+    activation: str | None  # takes the output unchanged; None behind a sum, a gate or CE
 
 
 @dataclass(frozen=True)
@@ -251,7 +260,7 @@ class Importance:
     layer: str
     images: int
     divergence: tuple[float, ...]  # Kullback-Leibler, in nats, mean over images, by channel
-    standard_error: tuple[float | None, ...]  # of that mean; None for a single image
+    standard_error: tuple[float | None, ...]  # of the divergence; None for a single image
     gini: float  # how unequal the channels are
 
     def __post_init__(self) -> None:
@@ -266,7 +275,7 @@ class Removal:
 
     channels: int
     images: int
-    top1: float  # of the whole network
+    top1: float  # accuracy of the whole network
     top1_without: float
     top1_error: float  # standard error of the difference
     loss: float
@@ -281,9 +290,9 @@ class Verdict:
     Attributes:
         kind: "untrained", "at chance", "more images", "prune", "try CE" or "nothing to do".
         headline: the verdict in one or two sentences.
-        reasons: what it rests on, a sentence each.
-        next_step: what to do; None if there is nothing to do.
-        command: how, as a shell command or a line of Python, if one does it.
+        reasons: measurements that support it, a sentence each.
+        next_step: the recommended step; None if there is nothing to do.
+        command: a shell command or a line of Python for that step, if there is one.
     """
 
     kind: str
@@ -322,7 +331,7 @@ class Diagnosis:
     accuracy: Accuracy | None
     verdict: Verdict
     layers: tuple[Layer, ...]  # in the order of execution
-    threshold: float  # of the paper's inhibited channels
+    threshold: float  # mean activation below which a channel is inhibited
     first_six: float | None  # the paper's single figure
     batch_norms: tuple[BatchNorm, ...] | None  # all of them; None in files of version 2
     matrices: tuple[Matrix, ...]
@@ -338,7 +347,7 @@ class Diagnosis:
         return {layer.name: layer.prunable for layer in self.layers if layer.prunable}
 
     def as_dict(self) -> dict[str, Any]:
-        """In types that JSON has; numbers are finite or None."""
+        """The diagnosis in types of JSON; numbers are finite or None."""
         content: dict[str, Any] = to_json(self)
         return {"format": FORMAT, "version": VERSION, **content}
 
@@ -346,11 +355,11 @@ class Diagnosis:
     def from_dict(cls, values: Any) -> "Diagnosis":
         """Undo `as_dict`.
 
-        Version 2 is read as well: what it lacks is None, and its Grad-CAMs explain the predicted
-        class.
+        Version 2 is read as well: fields that it lacks are None, and its Grad-CAMs explain the
+        predicted class.
 
         Raises:
-            ValueError: the content is something else, damaged, or of another version.
+            ValueError: the content is damaged, of another version, or no diagnosis.
         """
         found = values.get("format") if isinstance(values, dict) else None
         if found != FORMAT:
@@ -385,7 +394,7 @@ def _expect_as_many(one: Sequence[Any], other: Sequence[Any], first: str, second
 
 
 def _since_version_2(content: dict[str, Any]) -> dict[str, Any]:
-    """The content of a file of version 2, with what was added since as None."""
+    """The content of a file of version 2, with None for the fields added since."""
 
     def each(name: str, added: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
         items = content.get(name)
@@ -400,3 +409,89 @@ def _since_version_2(content: dict[str, Any]) -> dict[str, Any]:
         **content, **{name: item for name, item in found.items() if name in content},
         "batch_norms": None,
     }  # fmt: skip
+
+
+def to_json(value: Any) -> Any:
+    """Dictionaries, lists and plain values. A number that is not finite becomes None."""
+    if is_dataclass(value):
+        return {key: to_json(getattr(value, name)) for name, key in _keys(type(value)).items()}
+    if isinstance(value, dict):
+        return {key: to_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def from_json(kind: type[Record], value: Any) -> Record:
+    """Undo `to_json`.
+
+    Raises:
+        ValueError: a value is not of the annotated type, or a `__post_init__` refuses a value.
+            The message names the place, such as `layers[2].gamma.mean`.
+    """
+    read: Record = _read(kind, value, "")
+    return read
+
+
+def _read(kind: Any, value: Any, where: str) -> Any:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        (kind,) = (argument for argument in arguments if argument is not type(None))
+        return _read(kind, value, where)
+    if is_dataclass(kind):
+        return _read_dataclass(kind, value, where)
+    if origin is tuple:
+        _expect(isinstance(value, list), where, "a list", value)
+        if arguments[-1] is Ellipsis:
+            kinds = [arguments[0]] * len(value)
+        else:
+            _expect(len(value) == len(arguments), where, f"{len(arguments)} values", value)
+            kinds = list(arguments)
+        return tuple(_read(kinds[i], item, f"{where}[{i}]") for i, item in enumerate(value))
+    if origin is dict:
+        _expect(isinstance(value, dict), where, "an object", value)
+        return dict(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is float:
+        _expect(is_number, where, "a number", value)
+    else:
+        _expect(type(value) is kind, where, f"of type {kind.__name__}", value)
+    if is_number:
+        _expect(-LARGEST <= value <= LARGEST, where, f"finite, at most {LARGEST:g}", value)
+    return float(value) if kind is float else value
+
+
+def _read_dataclass(kind: Any, value: Any, where: str) -> Any:
+    _expect(isinstance(value, dict), where, "an object", value)
+    hints, keys = get_type_hints(kind), _keys(kind)
+    missing = [key for key in keys.values() if key not in value]
+    unknown = [key for key in value if key not in keys.values()]
+    if missing or unknown:
+        raise ValueError(f"{where or 'the file'}: missing {missing}, unknown {unknown}")
+    read = {name: _read(hints[name], value[key], _join(where, key)) for name, key in keys.items()}
+    try:
+        return kind(**read)
+    except ValueError as error:
+        raise ValueError(f"{where or 'the file'}: {error}") from error
+
+
+def _keys(kind: Any) -> dict[str, str]:
+    """Names of the fields, and their keys in JSON where a key is not a name of Python."""
+    return {field.name: field.metadata.get("key", field.name) for field in fields(kind)}
+
+
+def _join(where: str, key: str) -> str:
+    return f"{where}.{key}" if where else key
+
+
+def _expect(condition: bool, where: str, what: str, value: Any) -> None:
+    if not condition:
+        text = str(value)
+        text = text if len(text) <= 60 else f"{text[:59]}…"
+        raise ValueError(f"{where or 'the file'} must be {what}, got {text!r}")

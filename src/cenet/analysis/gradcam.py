@@ -20,8 +20,8 @@ def gradcam(model: nn.Module, images: Tensor, classes: Tensor | None = None) -> 
 
     Args:
         model: a classifier in evaluation mode.
-        images: as the model takes them.
-        classes: whose evidence is shown, (N,); by default those it predicts.
+        images: input of the model.
+        classes: classes whose evidence is shown, (N,); by default the predicted ones.
 
     Raises:
         MissingExtraError: the extra `gradcam` is not installed.
@@ -72,16 +72,16 @@ def last_feature_map(model: nn.Module, images: Tensor) -> nn.Module:
 def overlays(
     model: nn.Module, images: Tensor, labels: Tensor | None, classes: tuple[str, ...] | None
 ) -> tuple[Cam, ...]:
-    """The first few images with what Grad-CAM says of them; none if grad-cam is not installed.
+    """The first few images with their Grad-CAM; none if grad-cam is not installed.
 
-    The evidence is that for the label, so that networks can be compared on one image whatever each
-    of them predicts; without labels it is that for the predicted class.
+    The evidence is that for the label, so that networks with different predictions can be compared
+    on one image; without labels, it is that for the predicted class.
 
     Args:
-        model: in evaluation mode. If it is no classifier there are no pictures.
-        images: normalized, (N, 1 or 3, H, W).
-        labels: their classes, if known.
-        classes: names, in the order of the logits.
+        model: network in evaluation mode. Without logits, there are no pictures.
+        images: normalized images, (N, 1 or 3, H, W).
+        labels: class numbers of the images, if known.
+        classes: names of the classes, in the order of the logits.
     """
     images = images[:PICTURES]
     with torch.no_grad():

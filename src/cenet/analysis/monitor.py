@@ -1,4 +1,4 @@
-"""`Monitor`: dormant channels, redundancy and λ of every layer while anybody's loop trains."""
+"""`Monitor`: dormant channels, redundancy and λ of every layer during training."""
 
 import csv
 import math
@@ -22,7 +22,7 @@ from cenet.analysis.channels import (
 from cenet.nn import ce_layers
 
 EVERY = 100
-# of one batch: enough for two digits, and cheap
+# largest numbers of pixels and channels that are measured: enough for two digits, and cheap
 POSITIONS = 4096
 CHANNELS = 256
 
@@ -43,7 +43,8 @@ class Monitor:
     copy of the model (an average of its weights, say) is not watched.
 
     Args:
-        model: what the training loop calls: a network, DDP around it, or torch.compile's.
+        model: the object that the training loop calls: a network, DDP around it, or the result of
+            torch.compile.
         every: forward passes in training mode between two looks, the first included.
         to: a file that gets rows of CSV, a SummaryWriter of TensorBoard, or a function of the step
             (forward passes before this one) and of the values by layer.
@@ -83,7 +84,7 @@ class Monitor:
             handle.remove()
 
     def _forget(self) -> None:
-        """Leave a pass that never came to its end: hooks do not run after Ctrl-C."""
+        """End a pass that was interrupted: hooks do not run after Ctrl-C."""
         look, self._look = self._look, None
         if look is not None and not self._compiled:
             look.__exit__(None, None, None)
@@ -126,7 +127,7 @@ class _Hook:
 
 
 def _ignore(*_: Any) -> None:
-    """What is left of a monitor."""
+    """Do nothing, in the place of a hook."""
 
 
 class _Look(ActivationObserver):

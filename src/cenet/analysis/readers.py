@@ -51,7 +51,7 @@ class Piece(NamedTuple):
 class Origin(NamedTuple):
     """Whose channels a tensor holds."""
 
-    dim: int  # of the channels
+    dim: int  # dimension of the channels
     pieces: tuple[Piece, ...]
     repeat: int = 1  # neighbouring places that belong to one channel, after flattening
     scale: Tensor | None = None  # by which each channel has been multiplied since, positive
@@ -63,7 +63,7 @@ class _Reading:
 
     origin: Origin
     power: Tensor  # squared weights, summed over kernel pixels: (groups, inputs, outputs) of each
-    scale: Tensor | None = None  # of the norm that follows, (all outputs,)
+    scale: Tensor | None = None  # scale of the norm that follows, (all outputs,)
 
     def of(self, piece: Piece) -> Tensor:
         """Sum of the squared weights that read each channel of a layer, (C,)."""
@@ -89,7 +89,7 @@ class Readers:
         self._readings: list[_Reading] = []
         self._lost: set[str] = set()
         self._origins: Any = WeakIdKeyDictionary()
-        self._outputs: Any = WeakIdKeyDictionary()  # of readers, whose norm may follow
+        self._outputs: Any = WeakIdKeyDictionary()  # outputs of readers, which a norm may follow
         self._sums: Any = WeakIdKeyDictionary()  # sums of two maps, as a set
 
     def squared_norms(self) -> dict[str, Tensor]:
@@ -106,7 +106,7 @@ class Readers:
         return {layer: torch.stack(readings) for layer, readings in found.items()}
 
     def enter(self, layer: str, x: Tensor) -> None:
-        """Note what a layer activates."""
+        """Note the input of a layer's activation."""
         if self._sums.pop(x, False):
             self.shared.add(layer)
         # what follows an activation in place does not follow the reader
@@ -132,10 +132,10 @@ class Readers:
         """Take in one operator that has run.
 
         Args:
-            name: of the operator, without namespace, overload and trailing underscore.
-            args: its arguments.
-            result: what it returned.
-            inside_norm: whether a norm module runs, whose operators are not looked at.
+            name: name of the operator, without namespace, overload and trailing underscore.
+            args: arguments of the operator.
+            result: result of the operator.
+            inside_norm: whether a norm module is running; operators inside it are ignored.
         """
         flat = [item for arg in args for item in (arg if isinstance(arg, list | tuple) else (arg,))]
         known = self._known(flat)
@@ -171,7 +171,7 @@ class Readers:
     def _after(
         self, name: str, args: Sequence[Any], result: Tensor, known: list[Origin], inside_norm: bool
     ) -> Origin | None:
-        """The origin of a result; what is read by weights is noted, what is not known is lost."""
+        """The origin of a result; reads by weights are noted, unknown readers lose the layer."""
         origin = None
         if name in READ:
             self._read(name, args, result)

@@ -33,18 +33,18 @@ class LayerStatistics:
 
     Attributes:
         size: height and width of the newest map.
-        images: how many.
-        outputs: pixels after the activation.
-        sum: of the value after the activation, (C,).
-        abs_sum: of its absolute value, (C,).
-        square_sum: of its square, (C,).
+        images: number of images.
+        outputs: number of pixels after the activation.
+        sum: sum of the values after the activation, (C,).
+        abs_sum: sum of their absolute values, (C,).
+        square_sum: sum of their squares, (C,).
         image_sum: sum over images of an image's mean absolute value, (C,).
         image_square_sum: sum over images of its square, (C,).
         fired: images in which the channel is positive at one pixel or more, (C,).
-        magnitude_sum: over images, ℓ2 over channels after the activation, (H', W').
+        magnitude_sum: sum over images of the ℓ2 norm over channels after the activation, (H', W').
         magnitude_before_sum: the same before the activation.
-        pixels: before the activation.
-        mean: before the activation, of the channels `shown`, (S,).
+        pixels: number of pixels before the activation.
+        mean: mean before the activation, of the channels `shown`, (S,).
         scatter: sum of outer products of the deviations from `mean`, (S, S).
     """
 
@@ -303,7 +303,7 @@ class Recorder(ActivationObserver):
         to sum.
 
         Args:
-            device: what the backend of the group sums on: "cuda" for NCCL.
+            device: device on which the backend of the group sums: "cuda" for NCCL.
         """
         if not dist.is_initialized():
             return

@@ -1,4 +1,4 @@
-"""The verdict of a diagnosis: what its measurements say, and what to do next.
+"""The verdict of a diagnosis: a conclusion from its measurements, and the next step.
 
 It rests on measures that rescaling a layer cannot move. The limits are conventions, not results:
 300 images bound the firing of a silent channel by 1 % (the rule of three), a covariance needs ten
@@ -12,12 +12,13 @@ from math import sqrt
 
 from cenet.analysis.channels import DORMANT, DORMANT_STRICT, RARE
 from cenet.analysis.diagnosis import Accuracy, Layer, Removal, Verdict
+from cenet.formatting import percent
 
 ENOUGH_IMAGES = 300
 VALUES_PER_CHANNEL = 10
 WORTH_PRUNING = 0.01
 REDUNDANT = 0.25
-HARMLESS = 0.01  # relative rise of the loss that is not worth speaking of
+HARMLESS = 0.01  # relative rise of the loss that counts as none
 NAMED = 4  # layers that a sentence names
 
 UNTRAINED = Verdict(
@@ -40,14 +41,14 @@ MEASURE_CE = (
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a verdict rests on.
+    """The measurements that a verdict is drawn from.
 
     Attributes:
-        layers: in the order of execution.
-        images: on how many images they were measured.
-        untrained: whether the weights are those the network was made with.
-        accuracy: on the labelled images.
-        removal: what happened without all prunable channels, if that was measured.
+        layers: the layers in the order of execution.
+        images: number of images they were measured on.
+        untrained: whether the weights are the initial ones.
+        accuracy: accuracy on the labelled images.
+        removal: accuracy and loss without all prunable channels, if they were measured.
         sites: norms behind which insert_ce_ puts CE by default.
         train_with_ce: the command that trains this network with CE, if there is one.
     """
@@ -83,7 +84,7 @@ def _at_chance(found: Evidence) -> Verdict | None:
         return None
     return Verdict(
         "at chance",
-        f"Top-1 is {_percent(found.accuracy.top1)} with {found.accuracy.classes} classes, no "
+        f"Top-1 is {percent(found.accuracy.top1)} with {found.accuracy.classes} classes, no "
         "better than guessing: what the channels do says little yet.",
         _reasons(found),
         "Check the weights, the order of the classes and the preprocessing of the images.",
@@ -153,13 +154,13 @@ def _pruning(found: Evidence) -> str:
 
 
 def _reasons(found: Evidence) -> tuple[str, ...]:
-    """What was measured, and how sure it is."""
+    """The measurements in sentences, and their uncertainty."""
     layers = found.layers
     lines = [
         f"{_share(layers, 'dormant')} are dormant: their mean activation is at most {DORMANT:g} of "
         f"their layer's mean{_where(layers, 'dormant')}; {_count(layers, 'dormant_strict')} of "
         f"them are at most {DORMANT_STRICT:g}. {_share(layers, 'rare')} fire in less than "
-        f"{_percent(RARE, 0)} of the images.",
+        f"{percent(RARE, 'g')} of the images.",
     ]
     for name, meaning in (
         ("saturated", "are active but stuck at one value"),
@@ -170,11 +171,11 @@ def _reasons(found: Evidence) -> tuple[str, ...]:
     known = (layer.participation_share for layer in layers)
     shares = [share for share in known if share is not None]
     if shares:
-        mean = _percent(sum(shares) / len(shares), 0)
+        mean = percent(sum(shares) / len(shares), ".0f")
         lines.append(
             f"Effective dimensions (participation ratio) / channels: {mean} on average over layers."
         )
-    bound = _percent(min(1.0, 3 / max(found.images, 1)))
+    bound = percent(min(1.0, 3 / max(found.images, 1)))
     undecided = sum(layer.undecided for layer in layers)
     lines.append(
         f"Measured on {found.images} images: a channel that fired in none of them fires in at "
@@ -185,10 +186,10 @@ def _reasons(found: Evidence) -> tuple[str, ...]:
 
 
 def _removed(removal: Removal) -> str:
-    before, after = _percent(removal.top1), _percent(removal.top1_without)
+    before, after = percent(removal.top1), percent(removal.top1_without)
     return (
         f"Without all {removal.channels} at once, top-1 goes from {before} to {after} (standard "
-        f"error of the difference {_percent(removal.top1_error)}, {removal.images} images)."
+        f"error of the difference {percent(removal.top1_error)}, {removal.images} images)."
     )
 
 
@@ -235,17 +236,13 @@ def _channels(layers: Sequence[Layer]) -> int:
     return sum(layer.channels for layer in layers)
 
 
-def _percent(share: float, digits: int = 1) -> str:
-    return f"{100 * share:.{digits}f} %"
-
-
 def _count(layers: Sequence[Layer], name: str) -> int:
     return sum(len(getattr(layer, name)) for layer in layers)
 
 
 def _share(layers: Sequence[Layer], name: str) -> str:
     count, channels = _count(layers, name), _channels(layers)
-    return f"{count} of {channels} channels ({_percent(count / channels)})"
+    return f"{count} of {channels} channels ({percent(count / channels)})"
 
 
 def _where(layers: Sequence[Layer], name: str) -> str:

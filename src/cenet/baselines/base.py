@@ -1,4 +1,4 @@
-"""What the baseline norms share: affine parameters, the running mean, modes and checks."""
+"""The base class of the baseline norms: affine parameters, running mean, modes and checks."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -34,15 +34,15 @@ class SwitchableWhitening2d(BaselineNorm2d):
         num_features: channels C.
         group_size: channels whitened together, contiguous; the last group takes the remainder.
         newton_steps: steps of the iteration.
-        statistics: what is mixed. "bw" and "iw" are mean and covariance of the batch and of each
-            instance; "bn" and "in" the same with the diagonal of the covariance only; "ln" is mean
-            and variance of each instance over all channels. ("bw", "iw") is SW^a of the paper, all
-            five are SW^b. There must be one of the batch.
+        statistics: names of the statistics to mix. "bw" and "iw" are mean and covariance of the
+            batch and of each instance; "bn" and "in" the same with the diagonal of the covariance
+            only; "ln" is mean and variance of each instance over all channels. ("bw", "iw") is SW^a
+            of the paper, all five are SW^b. At least one must be of the batch.
         eps: added to the diagonal of Σ.
         momentum: weight of the newest batch in the running values of the mean and covariance of the
             batch; None weighs all batches alike.
         affine: learn γ and β.
-        device, dtype: of parameters and buffers.
+        device, dtype: device and dtype of parameters and buffers.
 
     Shape: (N, C, H, W) -> (N, C, H, W). Maps of one pixel have instance covariance 0 and are taken.
 

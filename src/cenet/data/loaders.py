@@ -15,9 +15,16 @@ from torch.nn.functional import pad
 from torch.utils.data import Dataset
 
 from cenet.data.cuda_decoding import Decoding, choose, decode_jpegs
-from cenet.data.datasets import Augment, DataSettings, Encoded, Resident, is_for_files
+from cenet.data.datasets import (
+    Augment,
+    DataSettings,
+    Encoded,
+    InputSpec,
+    Normalization,
+    Resident,
+    is_for_files,
+)
 from cenet.data.decoding import decode
-from cenet.data.input_spec import InputSpec, Normalization
 from cenet.data.order import Item, Plan, Shard, epoch_order, seed_of
 from cenet.data.pipeline import Pipeline
 from cenet.data.views import PADDING, Viewing, shown

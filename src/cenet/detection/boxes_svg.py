@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from unicodedata import east_asian_width
 from xml.etree import ElementTree as Tree
 
+from cenet.formatting import short
 from cenet.report.charts import as_text, drawing, put_picture, put_text
-from cenet.report.formatting import short
 
 # backgrounds of dark letters, on pictures, in both themes
 COLOURS = ("#ffb000", "#35c9e8", "#ff7a6b", "#7fd95b", "#d59bff", "#f2e64a", "#ff8fc7", "#5fe0b5")
@@ -17,7 +17,7 @@ LETTER, CAPITAL, WIDE = 12.5, 16.0, 21.0  # widths of letters, at most
 
 @dataclass(frozen=True)
 class Box:
-    """A box on a picture: left, top, width, height, what it is, and the number of its colour."""
+    """A box on a picture: left, top, width and height, its name, and the number of its colour."""
 
     place: tuple[float, float, float, float]
     name: str
@@ -36,8 +36,8 @@ def draw_boxes(
 
     Args:
         label: text for screen readers.
-        uri: of the picture.
-        size: its width and height in units, which are about pixels.
+        uri: data URI of the picture.
+        size: width and height of the picture in units, which are about pixels.
         boxes: in the same units.
         words: text across the middle of the picture.
     """

@@ -1,4 +1,4 @@
-"""Check COCO annotations before training: keep what can be used, list the faults of the rest."""
+"""Check COCO annotations before training: keep usable ones, list the faults of the others."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def clean(
     faults: Faults = defaultdict(list)
     for part in ("images", "annotations", "categories"):
         if not isinstance(coco, dict) or not isinstance(coco.get(part), list):
-            raise ValueError(f"these are not annotations as COCO has them: no list {part!r}")
+            raise ValueError(f"these are not COCO annotations: there is no list {part!r}")
     categories = _categories(coco["categories"])
     images = _images(coco["images"], fault_of, faults)
     listed = {_id(record) for record in coco["images"]}
@@ -100,9 +100,9 @@ def _checked(
     categories: dict[int, str],
     masks: bool,
 ) -> tuple[Record, bool]:
-    """The usable part of an annotation, and whether a polygon was dropped; _Fault if none is."""
+    """The usable part of an annotation, and whether a polygon was dropped; _Fault if no part is."""
     if not isinstance(annotation, dict):
-        raise _Fault("objects that are no records")
+        raise _Fault("objects that are not JSON objects")
     number, category = annotation.get("image_id"), annotation.get("category_id")
     image = images.get(number) if isinstance(number, int | str) else None
     if image is None:
@@ -113,7 +113,7 @@ def _checked(
     box = _cut(annotation.get("bbox"), image["width"], image["height"])
     crowd, area = annotation.get("iscrowd", 0), annotation.get("area", box[2] * box[3])
     if crowd not in (0, 1) or not _are_numbers([area], 1) or area < 0:
-        raise _Fault("objects whose area or iscrowd is no such number")
+        raise _Fault("objects with an invalid area or iscrowd")
     record = {
         "image_id": image["id"],
         "category_id": int(category),

@@ -9,8 +9,8 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2.functional import pil_to_tensor
 
+from cenet.data.datasets import FILES_MEAN, FILES_STD, HOLDOUT_SEED, InputSpec
 from cenet.data.decoding import read, read_image
-from cenet.data.input_spec import FILES_MEAN, FILES_STD, InputSpec
 from cenet.data.sources import Folder, mark, sample
 from cenet.detection.coco import Faults, Record, clean
 from cenet.detection.recipes import DetectionRecipe
@@ -25,15 +25,15 @@ ENDINGS = (b"\xff\xd9", b"IEND\xaeB`\x82")
 
 
 class Scenes(NamedTuple):
-    """Images and what is on them."""
+    """Images and their objects."""
 
     name: str
     images: list[Record]
-    objects: list[list[Record]]  # of each image
-    coco: Record  # the same, as the evaluation wants it
+    objects: list[list[Record]]  # by image
+    coco: Record  # images and objects in the format of COCO, for the evaluation
     classes: tuple[str, ...]
     labels: dict[int, int]  # from ids of categories, which may have gaps; 0 is the background
-    root: Path | None  # of the files, or
+    root: Path | None  # folder of the image files, or None with `pixels`
     pixels: list[Tensor] | None  # (3, H, W) in uint8
     faults: Faults
 
@@ -46,7 +46,7 @@ class Scenes(NamedTuple):
         return pixels
 
     def digest(self) -> str:
-        """The same for the same images and objects, wherever the files are.
+        """A digest of images and objects that does not depend on the folder of the files.
 
         Behind a colon, it has marks of a sample of images: of their pixels or files, and of the
         masks on them.
@@ -68,7 +68,7 @@ class Scenes(NamedTuple):
         return read(Folder([self.root / self.images[index]["file_name"]]), 0)
 
     def report(self) -> str:
-        """What there is, and what was left out."""
+        """Numbers of images and objects, and of those that were left out, for the terminal."""
         count = sum(map(len, self.objects))
         empty = sum(not objects for objects in self.objects)
         text = f"{self.name}: {len(self.images)} images ({empty} empty), {count} objects"
@@ -94,8 +94,8 @@ def load(recipe: DetectionRecipe, folder: Path | None) -> SceneSplit:
     """The data of a recipe.
 
     Raises:
-        ValueError: the folder is missing or not laid out as COCO, nothing in it is usable, or train
-            and test have different categories.
+        ValueError: the folder is missing or not laid out as COCO, nothing in it is usable, train
+            and test have different categories, or too few images are left when some are held out.
     """
     masks = recipe.detector == "mask_rcnn"
     if recipe.dataset == "shapes":
@@ -107,9 +107,11 @@ def load(recipe: DetectionRecipe, folder: Path | None) -> SceneSplit:
             for name, (pixels, coco) in zip(("train", "test"), drawn, strict=True)
         ]
     else:
-        parts = [_part(*place, masks=masks) for place in _places(folder)]
+        parts = [_part(*place, masks=masks) for place in _places(folder, recipe.dataset)]
         if len(parts) == 1:
             parts *= 2
+    if recipe.holdout > 0:
+        parts = hold_out(parts[0], recipe.holdout)
     split = SceneSplit(*parts)
     if split.train.labels != split.test.labels or split.train.classes != split.test.classes:
         differ = sorted({*split.train.classes} ^ {*split.test.classes})
@@ -118,10 +120,48 @@ def load(recipe: DetectionRecipe, folder: Path | None) -> SceneSplit:
     return split
 
 
-def _places(folder: Path | None) -> list[tuple[Path, Path]]:
+def hold_out(data: Scenes, share: float) -> list[Scenes]:
+    """Split images into those to train on, and round(share · N) of them to test with.
+
+    The N images are shuffled in an order that depends on N only; a larger share holds out the same
+    images and more.
+
+    Raises:
+        ValueError: one of the two parts would have nothing to detect.
+    """
+    count = len(data.images)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(HOLDOUT_SEED)).tolist()
+    held = round(share * count)
+    kept = _selected(data, sorted(order[held:]))
+    tested = _selected(data, sorted(order[:held]))._replace(
+        name=f"{data.name}, held out", faults={}
+    )
+    parts = [kept, tested]
+    for part in parts:
+        if not any(part.objects):
+            raise ValueError(
+                f"holdout={share:g} of {count} images leaves no object: {part.report()}"
+            )
+    return parts
+
+
+def _selected(data: Scenes, places: list[int]) -> Scenes:
+    """Some of the images, with their objects."""
+    images = [data.images[place] for place in places]
+    kept = {image["id"] for image in images}
+    annotations = [one for one in data.coco["annotations"] if one["image_id"] in kept]
+    return data._replace(
+        images=images,
+        objects=[data.objects[place] for place in places],
+        coco={**data.coco, "images": images, "annotations": annotations},
+        pixels=None if data.pixels is None else [data.pixels[place] for place in places],
+    )
+
+
+def _places(folder: Path | None, dataset: str) -> list[tuple[Path, Path]]:
     """Annotation files and image folders of training and test images."""
     if folder is None:
-        raise ValueError("coco is not built in; say where it is with --data FOLDER")
+        raise ValueError(f"{dataset} is not built in; say where it is with --data FOLDER")
     if (folder / "instances.json").is_file():
         return [(folder / "instances.json", folder / "images")]
     places = []

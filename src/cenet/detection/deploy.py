@@ -15,10 +15,10 @@ def fold_detector(network: nn.Module) -> nn.Module:
     """Copy a detector with CE into its deploy form: the same detections, no norms in the backbone.
 
     Args:
-        network: of `cenet.detection`, in evaluation mode. It is not changed.
+        network: a detector of `cenet.detection`, in evaluation mode. It is not changed.
 
     Raises:
-        ValueError: it is in training mode, or has no CE.
+        ValueError: the network is in training mode, or has no CE.
     """
     folded: Any = deepcopy(network)
     # synchronized norms of another class become those that folding knows
@@ -29,7 +29,7 @@ def fold_detector(network: nn.Module) -> nn.Module:
 
 
 def export_backbone(network: nn.Module, path: str | Path, example: Tensor) -> None:
-    """Write ONNX of the folded backbone and its pyramid, for images of one size, batch free.
+    """Write ONNX of the folded backbone and its pyramid, for images of one size and any batch size.
 
     Whole detectors are not exported: torch's exporter fails on those of torchvision
     (pytorch/vision issues 9306 and 9462).

@@ -73,7 +73,7 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
         values = x.to(F.statistics_dtype(x))
         layout = Layout(self.num_features, None, pool=1, norm=True, instance=False)
         moments = F.moments(values, group_size=None) if x.numel() > 0 else None
-        statistics = merge(gather(message(values, moments, None, layout), ranks), layout)
+        statistics = merge(gather(message(values, moments, None, None, layout), ranks), layout)
         scale, shift = affine(self, values, statistics)
         return (values * scale[:, None, None] + shift[:, None, None]).to(x.dtype)
 

@@ -20,10 +20,10 @@ from cenet.detection.predictions import choose, predictions_section
 from cenet.detection.recipes import DetectionRecipe
 from cenet.detection.trainer import DetectionOptions, DetectionTrainer, build_detector
 from cenet.files import harmless, replace_file
-from cenet.report.render import save_page
+from cenet.report.pages import save_page
 from cenet.train.job import Device, run_loop
 from cenet.train.loop import Loop
-from cenet.train.run_log import read_run
+from cenet.train.recipes import read_run
 from cenet.train.times import DATA, LIBRARIES, NETWORK, Clock
 from cenet.train.weights import read_weights
 
@@ -71,8 +71,8 @@ def train(job: DetectionJob, clock: Clock | None = None) -> dict[str, Any]:
     setting, layers = job.recipe.setting, job.recipe.trainable_layers
     if untrained and (setting != "scratch" or layers < len(STAGES)):
         raise ValueError(
-            f"setting={setting} and trainable_layers={layers} keep parts of the backbone as they "
-            "are, and they are untrained; pass a classifier's weights by --checkpoint FILE, or "
+            f"setting={setting} and trainable_layers={layers} freeze parts of the backbone, whose "
+            "weights are random; pass a classifier's weights by --checkpoint FILE, or "
             f"train everything by --setting scratch --trainable-layers {len(STAGES)}"
         )
 

@@ -18,9 +18,9 @@ from cenet.models import create_model
 
 Detector = Literal["mask_rcnn", "faster_rcnn"]
 RESNETS = ("resnet18", "resnet50", "resnet101")
-COCO_CLASSES = 91  # ids up to 90, and the background
+COCO_CLASSES = 91  # the ids 1 to 90, and 0 for the background
 POOLED = 7  # side of the map that the box head sees
-# for images of a hundred pixels on a CPU
+# arguments of torchvision's detectors for images of about a hundred pixels, on a CPU
 SMALL: dict[str, Any] = {
     "rpn_pre_nms_top_n_train": 200,
     "rpn_pre_nms_top_n_test": 100,
@@ -47,14 +47,14 @@ def ce_fpn_backbone(
 
     Args:
         name: ceresnet18, ceresnet50 or ceresnet101; without "ce", the network without CE.
-        setting: what of norms and CE trains (see `apply_setting_`).
-        trainable_layers: stages of the ResNet that train, from the last.
-        checkpoint: weights of this network as a classifier; the classifier itself is left off.
-        out_channels: of the pyramid.
-        **kwargs: of `cenet.models.create_model`.
+        setting: decides which parameters of norms and CE are trained (see `apply_setting_`).
+        trainable_layers: number of stages of the ResNet that are trained, counted from the last.
+        checkpoint: weights of this network as a classifier; its last layer is not loaded.
+        out_channels: number of channels of the pyramid.
+        **kwargs: arguments of `cenet.models.create_model`.
 
     Raises:
-        ValueError: no such network or setting, or the checkpoint is of another network.
+        ValueError: there is no such network or setting, or the checkpoint is of another network.
     """
     plain = name.removeprefix("ce")
     if plain not in RESNETS:
@@ -83,45 +83,45 @@ def _load_classifier_(body: nn.Module, name: str, checkpoint: str | Path) -> Non
 
 
 def maskrcnn_ceresnet50_fpn(num_classes: int = COCO_CLASSES, **kwargs: Any) -> MaskRCNN:
-    """Mask R-CNN on CE-ResNet-50, with random weights unless `checkpoint` brings some.
+    """Mask R-CNN on CE-ResNet-50, with random weights unless a `checkpoint` is given.
 
     Args:
-        num_classes: with the background, which is class 0.
-        **kwargs: of `detector` (setting, trainable_layers, checkpoint, ...) and of torchvision's
-            MaskRCNN (min_size, max_size, box_score_thresh, ...).
+        num_classes: number of classes, including the background, which is class 0.
+        **kwargs: arguments of `detector` (setting, trainable_layers, checkpoint, ...) and of
+            torchvision's MaskRCNN (min_size, max_size, box_score_thresh, ...).
     """
     return detector("mask_rcnn", "ceresnet50", num_classes, **kwargs)
 
 
 def maskrcnn_ceresnet101_fpn(num_classes: int = COCO_CLASSES, **kwargs: Any) -> MaskRCNN:
-    """Mask R-CNN on CE-ResNet-101, with random weights unless `checkpoint` brings some.
+    """Mask R-CNN on CE-ResNet-101, with random weights unless a `checkpoint` is given.
 
     Args:
-        num_classes: with the background, which is class 0.
-        **kwargs: of `detector` (setting, trainable_layers, checkpoint, ...) and of torchvision's
-            MaskRCNN (min_size, max_size, box_score_thresh, ...).
+        num_classes: number of classes, including the background, which is class 0.
+        **kwargs: arguments of `detector` (setting, trainable_layers, checkpoint, ...) and of
+            torchvision's MaskRCNN (min_size, max_size, box_score_thresh, ...).
     """
     return detector("mask_rcnn", "ceresnet101", num_classes, **kwargs)
 
 
 def fasterrcnn_ceresnet50_fpn(num_classes: int = COCO_CLASSES, **kwargs: Any) -> FasterRCNN:
-    """Faster R-CNN on CE-ResNet-50, with random weights unless `checkpoint` brings some.
+    """Faster R-CNN on CE-ResNet-50, with random weights unless a `checkpoint` is given.
 
     Args:
-        num_classes: with the background, which is class 0.
-        **kwargs: of `detector` (setting, trainable_layers, checkpoint, ...) and of torchvision's
-            FasterRCNN (min_size, max_size, box_score_thresh, ...).
+        num_classes: number of classes, including the background, which is class 0.
+        **kwargs: arguments of `detector` (setting, trainable_layers, checkpoint, ...) and of
+            torchvision's FasterRCNN (min_size, max_size, box_score_thresh, ...).
     """
     return detector("faster_rcnn", "ceresnet50", num_classes, **kwargs)
 
 
 def fasterrcnn_ceresnet101_fpn(num_classes: int = COCO_CLASSES, **kwargs: Any) -> FasterRCNN:
-    """Faster R-CNN on CE-ResNet-101, with random weights unless `checkpoint` brings some.
+    """Faster R-CNN on CE-ResNet-101, with random weights unless a `checkpoint` is given.
 
     Args:
-        num_classes: with the background, which is class 0.
-        **kwargs: of `detector` (setting, trainable_layers, checkpoint, ...) and of torchvision's
-            FasterRCNN (min_size, max_size, box_score_thresh, ...).
+        num_classes: number of classes, including the background, which is class 0.
+        **kwargs: arguments of `detector` (setting, trainable_layers, checkpoint, ...) and of
+            torchvision's FasterRCNN (min_size, max_size, box_score_thresh, ...).
     """
     return detector("faster_rcnn", "ceresnet101", num_classes, **kwargs)
 
@@ -138,18 +138,18 @@ def detector(
     backbone_args: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """A detector of torchvision, with random weights unless `checkpoint` brings some.
+    """A detector of torchvision, with random weights unless a `checkpoint` is given.
 
-    The settings frozen and synchronized keep parts of the backbone as they are, so they are for
-    trained ones.
+    The settings frozen and synchronized leave parts of the backbone untrained: use them with a
+    checkpoint.
 
     Args:
         kind: mask_rcnn or faster_rcnn.
         backbone, setting, trainable_layers, checkpoint: as in `ce_fpn_backbone`.
-        num_classes: with the background, which is class 0.
-        small: narrow pyramid and heads, few and small proposals.
-        backbone_args: of `cenet.models.create_model`.
-        **kwargs: of torchvision's class.
+        num_classes: number of classes, including the background, which is class 0.
+        small: make pyramid and heads narrow, and proposals few and small.
+        backbone_args: arguments of `cenet.models.create_model`.
+        **kwargs: arguments of torchvision's class.
     """
     make = {"mask_rcnn": MaskRCNN, "faster_rcnn": FasterRCNN}.get(kind)
     if make is None:
@@ -174,10 +174,10 @@ def detector(
 
 
 def _set_scales(pool: MultiScaleRoIAlign) -> None:
-    """Let a pool know the strides of the pyramid: 4, 8, 16 and 32.
+    """Tell a pooling layer the strides of the pyramid: 4, 8, 16 and 32.
 
-    It would guess them from the first images it sees and keep the guess, so that a resumed run of
-    small images could go on with another.
+    Otherwise it computes them from the first images it sees and keeps them. For small images they
+    depend on the image size, so a resumed run could continue with other strides.
     """
     with torch.device("cpu"):
         features = {str(level): torch.zeros(1, 1, 256 >> level, 256 >> level) for level in range(4)}

@@ -1,4 +1,4 @@
-"""The page of a run: average precision, curves, predictions beside the truth, how it was made."""
+"""The page of a run: average precision, curves, predictions beside the truth, and recipe."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,9 +6,9 @@ from typing import Any
 
 from cenet.detection.evaluation import KINDS, MEASURES
 from cenet.detection.recipes import DetectionRecipe
+from cenet.formatting import Cell, count, show
 from cenet.report.charts import Axis, Series, around, by_epoch, line_chart
-from cenet.report.elements import Cell, Column, Figure, Page, Panel, Section, Table
-from cenet.report.formatting import count, show
+from cenet.report.elements import Column, Figure, Page, Panel, Section, Table
 from cenet.report.sources import Source, read_training
 from cenet.report.tables import differing
 from cenet.run_folder import WEIGHTS
@@ -34,26 +34,26 @@ MEANING = (
 
 
 def read_source(run: Path) -> Source:
-    """What a run of `cenet detect train` has written; ValueError if it has no epoch yet."""
+    """The files of a run of `cenet detect train`; ValueError if no epoch has ended yet."""
     source = read_training(
         run, run.resolve().name, COLUMNS, counts=("epoch", "updates"),
         author=f"`{DetectionRecipe.command}`",
     )  # fmt: skip
     if not source.metrics:
-        raise ValueError(f"{run} has no epoch yet that a page could show")
+        raise ValueError(f"{run} has no epoch yet; wait until the first one ends")
     return source
 
 
 def build_page(
     source: Source, recipe: DetectionRecipe, predictions: Section | None, weights: str
 ) -> Page:
-    """Everything that can be said about a run.
+    """The page of a run.
 
     Args:
-        source: what it has written.
-        recipe: what it trains.
-        predictions: what its network finds, drawn.
-        weights: the file of that network.
+        source: the files of the run.
+        recipe: its recipe.
+        predictions: the section with drawn predictions, if there is one.
+        weights: name of the file of the weights that predicted.
     """
     measured = next((row for row in reversed(source.metrics) if _kinds(row)), None)
     figures = (_losses(source.metrics), _precision(source.metrics))
@@ -77,7 +77,7 @@ def build_page(
 
 
 def _kinds(row: Row) -> list[str]:
-    """What was measured after an epoch: box, mask."""
+    """Kinds of average precision that were measured after an epoch: box, mask."""
     return [kind for kind in KINDS if row.get(f"{kind}_ap") is not None]
 
 
@@ -95,7 +95,7 @@ def _lead(recipe: DetectionRecipe, epochs: int, measured: Row | None) -> str:
 
 
 def _newer(weights: str, measured: Row | None) -> str | None:
-    """That the network drawn is not the one measured."""
+    """A warning if the drawn predictions and the average precision are of different weights."""
     if weights == WEIGHTS or measured is None:
         return None
     updates = int(Path(weights).stem.rpartition("-")[2]) - measured["updates"]
@@ -127,7 +127,7 @@ def _three(value: float | None) -> str | None:
 
 
 def _chart(title: str, rows: Sequence[Row], lines: dict[str, str], x: Axis, y: Axis) -> str:
-    """Curves of some columns of metrics, by the names of the columns."""
+    """Curves of columns of the metrics; `lines` maps their names to the labels of the curves."""
     series = []
     for number, name in enumerate(lines):
         known = [(row["epoch"], row[name]) for row in rows if row.get(name) is not None]
@@ -185,7 +185,7 @@ WHOSE = (
 
 
 def _course(values: Sequence[float]) -> str:
-    """Where a curve came from and went to."""
+    """How a curve went, in words: `fell from 2.1 to 0.4`."""
     first, last = show(values[0], brief=True), show(values[-1], brief=True)
     if len(values) == 1:
         return f"came to {last}"

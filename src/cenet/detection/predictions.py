@@ -1,4 +1,4 @@
-"""Predictions beside the truth: which images, what was found on them, and both drawn."""
+"""Choose test images, match predictions with annotated objects, and draw them side by side."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,19 +14,19 @@ from cenet.analysis.diagnosis import data_uri
 from cenet.detection.boxes_svg import Box, colour, draw_boxes
 from cenet.detection.coco import Record
 from cenet.detection.data import Scenes, outline_mask
-from cenet.report.elements import Cell, Column, Figure, Panel, Section, Table
-from cenet.report.formatting import count
+from cenet.formatting import Cell, count
+from cenet.report.elements import Column, Figure, Panel, Section, Table
 from cenet.report.sources import printable
 
-SIDE = 640  # pixels of the longer side of what is drawn
-CERTAIN = 0.5  # predictions with less are not drawn
-OVERLAP = 0.5  # with less, a prediction is not of this object
+SIDE = 640  # length of the longer side of a drawing, in pixels
+CERTAIN = 0.5  # lowest score of a prediction that is drawn
+OVERLAP = 0.5  # least overlap of a prediction with its object
 FILL, EDGE = 0.3, 5  # opacity of a mask, and twice the width of its edge
 QUALITY = 85
 
 
 class Pair(NamedTuple):
-    """An object and what was found of it, if anything was; or a prediction without an object."""
+    """An object with its prediction, if there is one; or a prediction without an object."""
 
     truth: Record | None
     found: Record | None
@@ -34,7 +34,7 @@ class Pair(NamedTuple):
 
 
 def choose(scenes: Scenes, count: int) -> list[int]:
-    """So many images, evenly spread over those with objects; empty ones only if these are few."""
+    """Indices of `count` images, evenly spaced; images without objects only if needed."""
     full = [index for index, objects in enumerate(scenes.objects) if objects]
     empty = [index for index, objects in enumerate(scenes.objects) if not objects]
     return sorted(_spread(full, count) + _spread(empty, count - len(full)))
@@ -46,10 +46,10 @@ def _spread(indices: list[int], count: int) -> list[int]:
 
 
 def match(objects: list[Record], found: list[Record]) -> list[Pair]:
-    """All objects with what was found of them, and then what belongs to none.
+    """All objects with their predictions, and then the predictions without an object.
 
-    A prediction is of the object of its class that its box overlaps most, if no prediction that is
-    more certain has it.
+    Predictions are taken in the order of their scores. Each belongs to the object of its class that
+    its box overlaps most, among the objects that have no prediction yet.
     """
     overlaps = box_iou(_corners(found), _corners(objects)).tolist()
     by_object: dict[int, tuple[Record, float]] = {}
@@ -79,14 +79,14 @@ def _corners(records: list[Record]) -> Tensor:
 def predictions_section(
     scenes: Scenes, indices: list[int], found: list[Record], *, masks: bool, weights: str
 ) -> Section:
-    """Some images twice: with their objects, and with what was found.
+    """A section that draws images twice: with their objects, and with the predictions.
 
     Args:
         scenes: all images.
-        indices: those to draw.
-        found: results of COCO, at least of these.
+        indices: indices of the images to draw.
+        found: predictions on these images, and perhaps on others, in the format of COCO's results.
         masks: whether masks are drawn.
-        weights: the file of the network that found them.
+        weights: name of the file of the weights.
     """
     figures, pairs = [], []
     for number, index in enumerate(indices, start=1):
@@ -112,9 +112,9 @@ def _words(scenes: Scenes, indices: list[int], pairs: list[Pair], weights: str) 
     elif len(indices) < len(scenes.images):
         chosen += f", with all {full} that have objects"
     return (
-        f"{chosen}. On these together: {_summary(pairs)} Drawn is what has a score of at least "
-        f"{CERTAIN}; found means the right class and a box that overlaps by at least {OVERLAP}. "
-        f"What was found has the colour of its object. The network is that of {weights}."
+        f"{chosen}. On these together: {_summary(pairs)} Predictions with a score of at least "
+        f"{CERTAIN} are drawn. An object is found if a prediction has its class and overlaps its "
+        f"box by at least {OVERLAP}; both have one colour. The weights are those of {weights}."
     )
 
 

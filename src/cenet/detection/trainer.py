@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from cenet.data.input_spec import InputSpec
+from cenet.data.datasets import InputSpec
 from cenet.data.order import seed_of
 from cenet.detection.data import SceneSplit
 from cenet.detection.evaluation import KINDS, MEASURES, evaluate
@@ -93,6 +93,9 @@ class DetectionTrainer(Loop):
             images=len(data.train.images), data=f"{data.train.digest()} {data.test.digest()}",
             sums=len(self.parts) + 2,
         )  # fmt: skip
+        if recipe.holdout > 0:
+            count = len(data.test.images)
+            self.tested_on = f"{count} training images held out by holdout={recipe.holdout:g}"
         seed_everything(seed_of("chance", recipe.seed, processes.rank))
 
     @override

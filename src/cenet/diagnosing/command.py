@@ -1,30 +1,41 @@
 """`cenet diagnose`: load a network, find images, diagnose, print and write the result."""
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
 from torch import Tensor
 
 from cenet.analysis.diagnose import diagnose, without_prunable
-from cenet.analysis.diagnosis import FILE, Cam, Diagnosis, Images, Model, Skipped
+from cenet.analysis.diagnosis import FILE, Cam, Diagnosis, Images, Layer, Model, Skipped
 from cenet.analysis.gradcam import overlays
 from cenet.analysis.verdict import Evidence, judge
 from cenet.data.datasets import CIFAR10_FOLDER, Resident, load_test
 from cenet.data.loaders import evaluation_batches
-from cenet.diagnosing.images import ImageStream, find_images
+from cenet.diagnosing.images import NOT_AN_IMAGE, ImageStream, find_images
 from cenet.diagnosing.network import LoadedNetwork, find_network, num_outputs
-from cenet.diagnosing.terminal import print_summary
 from cenet.distributed import start
+from cenet.formatting import percent
 from cenet.train.progress import progress_bar
 from cenet.train.recipes import RECIPES
 
 SLOW = "ablation runs the network once for each channel; --ablation-images 0 skips it"
+CAPTION = (
+    "ch.: channels. dormant: at most 0.1 of their layer's mean activation. rare: fire in less than "
+    "1 % of the images. prune: contribute next to nothing. dims: effective dimensions, the "
+    "participation ratio. corr.: mean |correlation| of two channels. λ: share of decorrelation in "
+    "CE. CE: in place, or a site where `insert_ce_` would put it."
+)
 
 
 class ImageSet(NamedTuple):
@@ -248,3 +259,95 @@ def _progress() -> Progress:
     columns = (TextColumn("{task.description:10}"), BarColumn(), MofNCompleteColumn())
     # in a log file, lines of a bar are noise
     return progress_bar(*columns, shown=sys.stderr.isatty())
+
+
+def print_summary(diagnosis: Diagnosis, notes: Sequence[str] = ()) -> None:
+    """Print the table, the findings, `notes`, and the verdict last."""
+    console = Console()
+    console.print(_layer_table(diagnosis))
+    for line in (*findings(diagnosis), *notes):
+        console.print(line, highlight=False, markup=False)
+    verdict = diagnosis.verdict
+    console.print()
+    console.print(f"Verdict: {verdict.headline}", style="bold", highlight=False, markup=False)
+    for reason in verdict.reasons:
+        console.print(f"  - {reason}", highlight=False, markup=False)
+    if verdict.next_step is not None:
+        console.print(f"Next step: {verdict.next_step}", highlight=False, markup=False)
+    if verdict.command is not None:
+        console.print(f"    {verdict.command}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _layer_table(diagnosis: Diagnosis) -> Table:
+    found = diagnosis
+    height, width = found.data.size
+    table = Table(
+        title=escape(f"{found.model.name} on {found.data.images} images of {height}×{width}"),
+        caption=CAPTION,
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    with_ce = any(layer.has_ce for layer in found.layers)
+    columns = [column for column in COLUMNS if with_ce or column[0] != "λ"]
+    table.add_column("layer", overflow="fold", ratio=1)
+    for name, _ in columns:
+        table.add_column(name, justify="left" if name == "CE" else "right", no_wrap=True)
+    for layer in found.layers:
+        table.add_row(escape(layer.name), *(text(layer) for _, text in columns))
+    return table
+
+
+def findings(diagnosis: Diagnosis) -> list[str]:
+    """Accuracy, ablation, importance and skipped files, a sentence each."""
+    found, lines = diagnosis, []
+    if found.accuracy is not None:
+        top1, top5 = (percent(value, ".2f") for value in (found.accuracy.top1, found.accuracy.top5))
+        lines.append(f"Top-1 {top1}" + (f", top-5 {top5}." if found.accuracy.classes > 5 else "."))
+    if found.ablation is not None:
+        curve = found.ablation
+        whole, half = percent(fmean(curve.top1[0])), percent(fmean(curve.top1[5]))
+        lines.append(
+            f"Without half of the channels of {curve.layer}, top-1 goes from {whole} to "
+            f"{half} (random channels) or {percent(curve.least_important_first[5])} (the least "
+            f"important ones), on {curve.images} images."
+        )
+    if found.importance is not None:
+        one = found.importance
+        lines.append(
+            f"Importance is spread over the {len(one.divergence)} channels of {one.layer} with a "
+            f"Gini coefficient of {one.gini:.2f} (0: all equally important)."
+        )
+    inhibited = "" if found.first_six is None else percent(found.first_six)
+    lines.append(
+        f"Inhibited channels by the paper's absolute threshold (mean activation below "
+        f"{found.threshold:g}), mean of the first six layers: {inhibited}. "
+        "This figure depends on the scale of the layers; the others do not."
+    )
+    images = [one for one in found.data.skipped if one.reason != NOT_AN_IMAGE]
+    others = len(found.data.skipped) - len(images)
+    if images:
+        lines.append(
+            f"{len(images)} images were skipped, the first {images[0].path}: {images[0].reason}."
+        )
+    if others:
+        lines.append(f"{others} files that are not images were skipped.")
+    return lines
+
+
+def _number(value: float | None, form: str = ".2f") -> str:
+    return "" if value is None else f"{value:{form}}"
+
+
+# columns of the table after the name of the layer; λ only if a layer has CE
+COLUMNS: tuple[tuple[str, Callable[[Layer], str]], ...] = (
+    ("map", lambda layer: f"{layer.height}×{layer.width}"),
+    ("ch.", lambda layer: str(layer.channels)),
+    ("dormant", lambda layer: str(len(layer.dormant))),
+    ("rare", lambda layer: str(len(layer.rare))),
+    ("prune", lambda layer: str(len(layer.prunable))),
+    ("dims", lambda layer: _number(layer.participation_ratio, ".1f")),
+    ("corr.", lambda layer: _number(layer.correlation)),
+    ("λ", lambda layer: _number(layer.mix)),
+    ("CE", lambda layer: layer.ce_state or ""),
+)

@@ -10,14 +10,12 @@ from torch import Tensor, nn
 from torchvision.transforms import v2
 
 from cenet.checkpoints import read_state
-from cenet.data.datasets import is_for_files
-from cenet.data.input_spec import FILES_MEAN, FILES_STD, InputSpec
+from cenet.data.datasets import FILES_MEAN, FILES_STD, InputSpec, is_for_files
 from cenet.data.views import shown_in_test
 from cenet.export import load_network, load_weights_
 from cenet.models import NETWORKS
 from cenet.models.lookup import create_named
-from cenet.train.recipes import Recipe
-from cenet.train.run_log import read_run
+from cenet.train.recipes import Recipe, read_run
 from cenet.train.weights import load_run, read_weights
 
 TORCHVISION_SIZE = 224

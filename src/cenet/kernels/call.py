@@ -1,8 +1,9 @@
-"""The operator `cenet::norm_ce` as one record: its arguments, in order, with their types and roles.
+"""The operators as records: their arguments, in order, with their types and roles.
 
-The schemas of the operator and of its backward operator are generated from the record, and whoever
-handles a call takes it by field name. A new argument is one new field here, and the kernel that
-reads it. Imports no triton, so that the operators can be declared where triton is missing.
+`NormCECall` is a call of `cenet::norm_ce`, `FoldedCECall` one of `cenet::folded_ce`. The schemas of
+the operators are generated from the records, and whoever handles a call takes it by field name. A
+new argument is one new field here, and the kernel that reads it. Imports no triton, so that the
+operators can be declared where triton is missing.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,6 +32,7 @@ class Mode(NamedTuple):
 _Map = Annotated[Tensor, "Tensor", "map"]
 _OptionalMap = Annotated[Tensor | None, "Tensor?", "map"]
 _Parameter = Annotated[Tensor | None, "Tensor?", "parameter"]
+_Given = Annotated[Tensor, "Tensor", "parameter"]
 _Statistic = Annotated[Tensor | None, "Tensor?", "statistic"]
 _Average = Annotated[Tensor | None, "Tensor(!)?", "average"]
 _Momenta = Annotated[Sequence[float], "float[]", "momenta"]
@@ -136,6 +138,42 @@ class NormCECall(NamedTuple):
         return self._replace(**changed)
 
 
+class FoldedCECall(NamedTuple):
+    """One call of `cenet::folded_ce`: y = act((M + Diag(w_n)) (x + shift) + residual).
+
+    The weights of a sample are w_n = share · s^{-1/2} · gate + offset. There are no gradients.
+    """
+
+    x: _Map  # (N, C, H, W)
+    residual: _OptionalMap  # like x
+    values: _Given  # (5, C): −shift, 1, 1, 0 and 0 for center, rstd, γ, β and offset of the map
+    matrix: _Parameter  # (G, K, K), M
+    w1: _Given  # (H, C), the gate's weights; see `functional.Gate`
+    norm_weight: _Given  # (H,)
+    norm_bias: _Given  # (H,)
+    w2: _Given  # (C, H)
+    inv_std: _Given  # (), s^{-1/2}
+    share: _Given  # ()
+    offset: _Given  # ()
+    act: _Str  # a key of FUSED_ACTIVATIONS
+    slope: _Float  # LeakyReLU's slope, or ELU's α
+
+    def without_gaps(self) -> "FoldedCECall":
+        """The call with contiguous weights of the gate, which kernels read as flat memory."""
+        return self._replace(
+            w1=self.w1.contiguous(), norm_weight=self.norm_weight.contiguous(),
+            norm_bias=self.norm_bias.contiguous(), w2=self.w2.contiguous(),
+        )  # fmt: skip
+
+    def small_tensors(self) -> tuple[Tensor | None, ...]:
+        """All tensors but maps."""
+        return cast(tuple[Tensor | None, ...], _folded_tensors(self))
+
+    def before_activation(self) -> "FoldedCECall":
+        """The call that returns the activation's argument."""
+        return self._replace(act="none")
+
+
 def _arguments(record: Any) -> dict[str, tuple[str, str]]:
     """Type in the schema and role of each field."""
     hints = get_type_hints(record, include_extras=True)
@@ -143,10 +181,11 @@ def _arguments(record: Any) -> dict[str, tuple[str, str]]:
 
 
 _ARGUMENTS = _arguments(NormCECall)
+_FOLDED_ARGUMENTS = _arguments(FoldedCECall)
 
 
-def _names(*roles: str) -> tuple[str, ...]:
-    return tuple(name for name, (_, role) in _ARGUMENTS.items() if role in roles)
+def _names(*roles: str, of: dict[str, tuple[str, str]] = _ARGUMENTS) -> tuple[str, ...]:
+    return tuple(name for name, (_, role) in of.items() if role in roles)
 
 
 PARAMETERS = _names("parameter")
@@ -157,6 +196,7 @@ CONSTANTS = _names("constant")
 _parameters, _averages = attrgetter(*PARAMETERS), attrgetter(*AVERAGES)
 _constants = attrgetter(*CONSTANTS)
 _small_tensors = attrgetter(*_names("parameter", "statistic", "average"))
+_folded_tensors = attrgetter(*_names("parameter", of=_FOLDED_ARGUMENTS))
 _SMALL = [role in ("parameter", "statistic") for _, role in _ARGUMENTS.values()]
 _BACKWARD = ("x", *PARAMETERS, "state", *CONSTANTS)
 _state_place = itemgetter(_BACKWARD.index("state"))
@@ -166,9 +206,9 @@ _call_places = itemgetter(
 )
 
 
-def _schema(names: Iterable[str]) -> str:
+def _schema(names: Iterable[str], of: dict[str, tuple[str, str]] = _ARGUMENTS) -> str:
     letters = iter(ascii_lowercase)
-    types = ((name, _ARGUMENTS[name][0]) for name in names)
+    types = ((name, of[name][0]) for name in names)
     return ", ".join(
         f"{type_.replace('!', next(letters) + '!') if '!' in type_ else type_} {name}"
         for name, type_ in types
@@ -180,6 +220,7 @@ NORM_CE_BACKWARD = (
     f"norm_ce_backward(Tensor grad, Tensor? y, Tensor x, {_schema(PARAMETERS)}, Tensor state, "
     f"{_schema(CONSTANTS)}) -> (Tensor, Tensor, Tensor)"
 )
+FOLDED_CE = f"folded_ce({_schema(FoldedCECall._fields, _FOLDED_ARGUMENTS)}) -> Tensor"
 
 
 def gradient_sizes(channels: int, parameters: Sequence[Tensor | None]) -> list[int]:

@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cenet.functional import GATE_NORM_EPS, Gate
-from cenet.kernels.call import AVERAGES
+from cenet.functional import GATE_NORM_EPS
+from cenet.kernels.call import AVERAGES, FoldedCECall
 from cenet.kernels.gate import (
     DEPTH,
     ROWS,
@@ -73,17 +73,10 @@ def _folded_hidden_kernel(
     store_block(hidden_ptr + tl.cast(tl.program_id(2), tl.int64) * N * H, n, h, N, H, part)
 
 
-def folded_gate(
-    parts: Parts,
-    pixels: int,
-    weights: Gate,
-    inv_std: Tensor,
-    share: Tensor,
-    offset: Tensor,
-) -> Tensor:
+def folded_gate(call: FoldedCECall, parts: Parts) -> Tensor:
     """w_n = share · s^{-1/2} · gate + offset of a folded layer, (N, C), from the measured parts."""
-    units, channels = weights.w1.shape
-    n = len(parts.square) // parts.splits
+    n, channels, height, width = call.x.shape
+    units = len(call.w1)
     least = DEPTH if parts.splits > 2 else 2 * DEPTH
     cut = tile(channels, max(least, power_of_2(ceil_div(channels, PARTS))))
     depths = ceil_div(channels, cut["BK"])
@@ -91,15 +84,15 @@ def folded_gate(
     hidden, w = empty(device, depths, n, units), empty(device, n, channels)
     launch(
         _folded_hidden_kernel, (ceil_div(n, ROWS), ceil_div(units, WIDTH), depths),
-        parts.pivot, parts.rest, parts.square, weights.w1, hidden, n, channels, units,
-        pixels, parts.split_pixels, SPLITS=parts.splits, **cut,
+        parts.pivot, parts.rest, parts.square, call.w1, hidden, n, channels, units,
+        height * width, parts.split_pixels, SPLITS=parts.splits, **cut,
     )  # fmt: skip
     blocks = ceil_div(n, ROWS) * ceil_div(channels, WIDTH)
     launch(
         gate_kernel, (blocks,),
-        hidden, None, inv_std, weights.norm_weight, weights.norm_bias, weights.w2, None, None,
-        share, offset, None, None, None, None, w, *NO_AVERAGES, None, None, n, channels, units,
-        0.0, GATE_NORM_EPS, blocks, 0, 1.0, 0.0, 0.0, 0.0, DEPTHS=depths, DP=power_of_2(depths),
-        **tile_of_units(units),
+        hidden, None, call.inv_std, call.norm_weight, call.norm_bias, call.w2, None, None,
+        call.share, call.offset, None, None, None, None, w, *NO_AVERAGES, None, None,
+        n, channels, units, 0.0, GATE_NORM_EPS, blocks, 0, 1.0, 0.0, 0.0, 0.0,
+        DEPTHS=depths, DP=power_of_2(depths), **tile_of_units(units),
     )  # fmt: skip
     return w

@@ -168,7 +168,7 @@ class _Launch(NamedTuple):
     start: Callable[..., None]
     arguments: list[Any]
     addresses: list[tuple[int, int, int]]  # place among the arguments, region, offset in bytes
-    dtypes: list[torch.dtype]  # of the tensors there
+    dtypes: list[torch.dtype]  # dtypes of the tensors there
 
 
 class _Pass(NamedTuple):

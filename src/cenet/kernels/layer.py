@@ -16,10 +16,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cenet.functional import Gate, is_channels_last
+from cenet.functional import is_channels_last
 from cenet.kernels import mix, small_maps
 from cenet.kernels.averages import average_
-from cenet.kernels.call import ABSENT, BATCH, PARAMETERS, Mode, NormCECall, gradient_sizes
+from cenet.kernels.call import (
+    ABSENT,
+    BATCH,
+    PARAMETERS,
+    FoldedCECall,
+    Mode,
+    NormCECall,
+    gradient_sizes,
+)
 from cenet.kernels.coefficients import coefficients, coefficients_backward
 from cenet.kernels.folded_gate import SPLITS, folded_gate
 from cenet.kernels.gate import GateState, gate_forward
@@ -133,25 +141,12 @@ def parameter_gradients(call: NormCECall, small: Tensor) -> dict[str, Tensor | N
     return {name: part if len(part) else None for name, part in parts}
 
 
-def folded(
-    x: Tensor,
-    residual: Tensor | None,
-    values: Tensor,
-    matrix: Tensor | None,
-    gate: Gate,
-    inv_std: Tensor,
-    share: Tensor,
-    offset: Tensor,
-    act: tuple[str, float],
-) -> Tensor:
-    """act((M + Diag(w_n)) (x + shift) [+ residual]) of a folded layer, without gradients.
-
-    `values` (5, C) are −shift, 1, 1, 0 and 0: center, rstd, γ, β and offset of the map.
-    """
-    x = dense(x)
-    residual = None if residual is None else like(residual, x)
+def folded(call: FoldedCECall) -> Tensor:
+    """y of a folded layer, in the dtype and layout of x."""
+    x = dense(call.x)
+    residual = None if call.residual is None else like(call.residual, x)
     y = empty_like(x)
-    group_size = 16 if matrix is None else matrix.shape[-1]
+    group_size = 16 if call.matrix is None else call.matrix.shape[-1]
 
     def run() -> None:
         small_map = is_small_map(x)
@@ -159,13 +154,12 @@ def folded(
             parts = small_maps.measure(x, group_size, gram=False)
         else:
             parts = measure(x, group_size, gram=False, most_splits=SPLITS)
-        w = folded_gate(parts, x.shape[2] * x.shape[3], gate, inv_std, share, offset)
-        mapping = mix.Map(values, matrix, w, group_size, *act)
+        w = folded_gate(call, parts)
+        mapping = mix.Map(call.values, call.matrix, w, group_size, call.act, call.slope)
         (small_maps if small_map else mix).forward(x, y, mapping, residual)
 
-    key = ("folded", x.shape, is_channels_last(x), len(gate.w1), group_size, act)
-    tensors = (x, residual, y, values, matrix, *gate, inv_std, share, offset)
-    replay(key, tensors, x.device, run)
+    key = ("folded", x.shape, is_channels_last(x), len(call.w1), group_size, call.act, call.slope)
+    replay(key, (x, residual, y, *call.small_tensors()), x.device, run)
     return y
 
 

@@ -327,7 +327,7 @@ def reduce(
 
     Args:
         x, grad: input, and gradient of the output in the layout of x.
-        mapping: what was applied.
+        mapping: the map that was applied.
         y: the output, if there was a residual.
         masked: where the masked gradient goes then.
     """

@@ -171,7 +171,7 @@ def measure(
         group_size: K, at most 64.
         gram: take the Gram matrices too.
         pool, weight: side of the max-pool window before them, and the values whose sign it follows.
-        most_splits: of a sample (not if pooled).
+        most_splits: largest number of splits per sample (ignored with pooling).
     """
     n, channels, height, width = x.shape
     pixels = height * width
@@ -387,10 +387,10 @@ def condense(
     """Join parts to chunks; write the moments of each sample to `instances`.
 
     Args:
-        parts: of the measuring pass.
+        parts: result of the measuring pass.
         instances: (2, N, C), or (2, 0, C) if nobody wants them.
         pixels, windows: of a sample, and those left by pooling.
-        split_windows: of every split but the last.
+        split_windows: windows of every split but the last.
         group_size: K.
     """
     channels = parts.pivot.shape[1]

@@ -25,7 +25,7 @@ RELU = tl.constexpr(FUSED_ACTIVATIONS["relu"])
 LEAKY_RELU = tl.constexpr(FUSED_ACTIVATIONS["leaky_relu"])
 ELU = tl.constexpr(FUSED_ACTIVATIONS["elu"])
 
-# Rows of `values`, (10, C): what is known of each channel. The first five are the map's.
+# Rows of `values`, (10, C): statistics of each channel. The first five are the map's.
 CENTER = tl.constexpr(0)  # x̂ = (x − center) · rstd
 RSTD = tl.constexpr(1)
 GAMMA = tl.constexpr(2)  # γ of the norm, 1 without one

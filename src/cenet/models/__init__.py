@@ -13,8 +13,7 @@ from cenet.models.entrypoints import (
     ceshufflenetv2_x1_0,
     cevgg16,
 )
-from cenet.models.factory import create_model
-from cenet.models.placement import NETWORKS
+from cenet.models.factory import NETWORKS, create_model
 
 __all__ = [
     "NETWORKS",

@@ -8,8 +8,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from cenet.folding import fold_ce
-from cenet.models.factory import create_model
-from cenet.models.placement import NETWORKS
+from cenet.models.factory import NETWORKS, create_model
 from cenet.nn import NormCE2d
 
 # Tables 1 and 2 of the paper, with CE, in billions
@@ -24,7 +23,7 @@ PAPER_GFLOPS = {
 
 
 class Parameters(NamedTuple):
-    """Parameters of a network by what is in it."""
+    """Parameters of a network: plain, with squeeze-excite, with CE."""
 
     plain: int
     se: int
@@ -32,7 +31,7 @@ class Parameters(NamedTuple):
 
 
 class MultiplyAdds(NamedTuple):
-    """Multiply-adds for one image by what is in the network; in inference unless it is said."""
+    """Multiply-adds of a network for one image, in inference unless the name says otherwise."""
 
     plain: int
     se: int
@@ -41,7 +40,7 @@ class MultiplyAdds(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What a network of the paper costs, plain, with squeeze-excite and with CE."""
+    """Cost of a network of the paper, plain, with squeeze-excite and with CE."""
 
     name: str
     sites: int
@@ -53,7 +52,7 @@ class Cost(NamedTuple):
 def multiply_adds(model: nn.Module, image_size: int) -> int:
     """Multiply-adds of convolutions and matrix products for one image, in the model's mode."""
     twin = deepcopy(model).to("meta")
-    batch = 2 if model.training else 1  # in training there are statistics to take
+    batch = 2 if model.training else 1  # two samples, for batch statistics
     images = torch.empty(batch, 3, image_size, image_size, device="meta")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         twin(images)

@@ -11,7 +11,7 @@ from cenet.models.factory import create_model
 
 
 def _cfg(first_conv: str, classifier: str, **other: Any) -> dict[str, Any]:
-    """What timm wants to know. There are no weights to download."""
+    """The configuration that timm asks for. There are no weights to download."""
     return {
         "url": "",
         "num_classes": 1000,

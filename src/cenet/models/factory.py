@@ -1,14 +1,18 @@
-"""Networks of the paper with any norm, block and activation they are compared with, by name."""
+"""The networks of the paper by name, with CE at the paper's places or with a variant of it."""
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from math import gcd
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+from timm.layers.squeeze_excite import SEModule
+from timm.models.efficientnet import mobilenetv2_100
+from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torch import Tensor, nn
 
 from cenet.baselines import IterNorm2d, SwitchableNorm2d, SwitchableWhitening2d
-from cenet.models.placement import NETWORKS, SMALL_NETWORKS, STEM_POOL, Network
+from cenet.models.staged import VGG6, VGG16, ShuffleNetV2
 from cenet.nn import (
     BatchDecorrelation2d,
     ChannelEquilibrium2d,
@@ -20,6 +24,7 @@ from cenet.nn.norm_ce import check_start
 from cenet.nn.norms import inner_activation
 from cenet.surgery import insert_ce_
 
+STEM_POOL = 2  # side of the max-pool window before the covariance of the stem (Appendix E)
 LAYERS: dict[str, type[EquilibriumLayer]] = {
     "ce": ChannelEquilibrium2d,
     "bd": BatchDecorrelation2d,
@@ -41,6 +46,151 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "elu": lambda: nn.ELU(inplace=True),
     "leaky_relu": lambda: nn.LeakyReLU(inplace=True),
 }
+
+
+def _takes_residual(norm: nn.Module, block: Any) -> bool:
+    """Whether nothing stands between the norm and the addition."""
+    return getattr(norm, "takes_residual", False) and block.se is None and block.drop_path is None
+
+
+class EquilibriumBasicBlock(BasicBlock):
+    """timm's `BasicBlock`, ending in one call if its second norm is a `NormCE2d`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Two convolutions and the shortcut."""
+        if not _takes_residual(self.bn2, self):
+            y: Tensor = super().forward(x)
+            return y
+        y = self.act1(self.drop_block(self.bn1(self.conv1(x))))
+        y = self.get_submodule("aa")(y)
+        shortcut = x if self.downsample is None else self.downsample(x)
+        y = self.bn2(self.conv2(y), shortcut, self.act2)
+        return y
+
+
+class EquilibriumBottleneck(Bottleneck):
+    """timm's `Bottleneck`, ending in one call if its third norm is a `NormCE2d`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Three convolutions and the shortcut."""
+        if not _takes_residual(self.bn3, self):
+            y: Tensor = super().forward(x)
+            return y
+        y = self.act1(self.bn1(self.conv1(x)))
+        y = self.act2(self.drop_block(self.bn2(self.conv2(y))))
+        y = self.get_submodule("aa")(y)
+        shortcut = x if self.downsample is None else self.downsample(x)
+        y = self.bn3(self.conv3(y), shortcut, self.act3)
+        return y
+
+
+class Network(NamedTuple):
+    """A network, and where blocks go in it. Places are patterns of names of norms."""
+
+    build: Callable[..., nn.Module]
+    places: str
+    stem: str | None = None  # the norm of the stem, if CE goes there too
+    squeeze: Callable[[nn.Module], None] | None = None  # puts squeeze-excite in, if not `build`
+    input_size: int = 224
+    norm_places: Mapping[str, str] = {}  # by norm: the norms that its own authors replaced
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """Convolutions of a residual block that CE can follow; the last is where the paper has it.
+
+        The first of three is not among them.
+        """
+        found = re.search(r"bn(\d)", self.places)
+        return () if found is None or self.stem is None else (int(found[1]) - 1, int(found[1]))
+
+    def is_place(self, name: str, position: int | None = None) -> bool:
+        """Whether a block goes behind the norm of this name."""
+        pattern = self.places
+        if position is not None:
+            pattern = re.sub(r"bn\d", f"bn{position}", pattern)
+        return re.fullmatch(rf"(?:{pattern})(?:\.norm)?", name) is not None
+
+
+def _resnet(block: Any, layers: tuple[int, ...], **kwargs: Any) -> nn.Module:
+    # CE needs a weight to work on, so the last norm of a block does not start at zero
+    network: nn.Module = ResNet(block, layers, **{"zero_init_last": False, **kwargs})
+    return network
+
+
+def _squeeze_mobilenet(model: nn.Module) -> None:
+    """Put squeeze-excite after the activation of every depthwise convolution, as MobileNetV3."""
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "conv_dw") and hasattr(module, "se"):
+            module.se = SEModule(module.conv_dw.out_channels)
+
+
+def _squeeze_shufflenet(model: nn.Module) -> None:
+    """Put squeeze-excite at the end of the branch with convolutions."""
+    module: Any
+    for name, module in model.named_modules():
+        if name.endswith("branch2"):
+            module.append(SEModule(module[5].out_channels))
+
+
+def _squeeze_vgg(model: nn.Module) -> None:
+    """Put squeeze-excite after every activation."""
+    layers: Any = model.features
+    for i, layer in enumerate(layers):
+        if isinstance(layer, nn.Conv2d):
+            layers[i + 2] = nn.Sequential(layers[i + 2], SEModule(layer.out_channels))
+
+
+def _published(norm: str) -> dict[str, str]:
+    """Norms of ResNets that the authors of IterNorm and switchable whitening replace.
+
+    IterNorm (github.com/huangleiBuaa/IterNorm-pytorch, ImageNet/models/resnet.py): the stem's norm
+    alone. Switchable whitening (github.com/XingangPan/Switchable-Whitening,
+    models/backbones/resnet.py): the stem's norm, and `norm` in every second block of the first
+    three stages. That makes 4, 7 and 15 places in ResNet-18, 50 and 101.
+    """
+    return {"iternorm": "bn1", "sw": rf"bn1|layer[123]\.\d*[13579]\.{norm}"}
+
+
+NETWORKS = {
+    "resnet18": Network(
+        partial(_resnet, EquilibriumBasicBlock, (2, 2, 2, 2)),
+        r"layer\d\.\d+\.bn2",
+        "bn1",
+        norm_places=_published("bn1"),
+    ),
+    # all blocks but those with 2048 channels
+    "resnet50": Network(
+        partial(_resnet, EquilibriumBottleneck, (3, 4, 6, 3)),
+        r"layer[123]\.\d+\.bn3",
+        "bn1",
+        norm_places=_published("bn2"),
+    ),
+    # the first seven blocks
+    "resnet101": Network(
+        partial(_resnet, EquilibriumBottleneck, (3, 4, 23, 3)),
+        r"layer[12]\.\d+\.bn3",
+        "bn1",
+        norm_places=_published("bn2"),
+    ),
+    # the norm of every depthwise convolution; the first block has no expansion before it
+    "mobilenetv2_100": Network(
+        mobilenetv2_100,
+        r"blocks\.0\.0\.bn1|blocks\.[1-6]\.\d+\.bn2",
+        squeeze=_squeeze_mobilenet,
+    ),
+    **{
+        f"shufflenetv2_{width}": Network(
+            partial(ShuffleNetV2, width),
+            r"stage\d\.\d+\.branch2\.6",
+            squeeze=_squeeze_shufflenet,
+        )
+        for width in ("x0_5", "x1_0")
+    },
+    "vgg16": Network(VGG16, r"features\.\d+", squeeze=_squeeze_vgg, input_size=32),
+}
+# not of the paper: for small experiments
+SMALL_NETWORKS = {"vgg6": Network(VGG6, r"features\.\d+", squeeze=_squeeze_vgg, input_size=8)}
 
 
 def create_model(
@@ -72,7 +222,7 @@ def create_model(
             norm): 2 or 3 in ResNet-50 and ResNet-101, 1 or 2 in ResNet-18. By default the last.
         start: "identity" lets CE change nothing at first (see `NormCE2d`).
         layer_args: arguments of the CE layers, e.g. {"group_size": 32}.
-        **kwargs: of the network, as in timm: num_classes, in_chans, drop_rate, ...
+        **kwargs: arguments of the network, as in timm: num_classes, in_chans, drop_rate, ...
     """
     network = {**NETWORKS, **SMALL_NETWORKS}.get(name) if isinstance(name, str) else None
     if network is None:
@@ -112,7 +262,7 @@ def create_model(
 
 
 def _remember(model: Any, name: str, **options: Any) -> None:
-    """Keep what a file must say to have the network built again."""
+    """Store name and arguments in the network, so that a file can have it built again."""
     model.network_name = name
     model.model_args = {name: value for name, value in options.items() if value is not None}
 

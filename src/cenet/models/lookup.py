@@ -13,9 +13,9 @@ def create_named(
     """A network by name.
 
     Args:
-        name: of a timm model such as resnet50, or torchvision/NAME.
-        num_classes: by default the network's own.
-        pretrained: with the weights of the library it is from; random otherwise.
+        name: name of a timm model such as resnet50, or torchvision/NAME.
+        num_classes: number of classes; by default the network's own.
+        pretrained: load the weights of the library; otherwise they are random.
 
     Raises:
         ValueError: there is no such network, or its weights cannot be loaded.

@@ -78,9 +78,9 @@ class Staged(nn.Module):
         return run
 
     def _calls(self, names: Iterable[str]) -> list[tuple[str, Callable[[Tensor], Tensor]]]:
-        """Calls of modules one after the other, each with the name of what it ends in.
+        """Calls of modules one after the other, each with the name of the last module it runs.
 
-        A norm that can apply the activation behind it is called with that, in one.
+        A norm that can apply the activation behind it is called together with the activation.
         """
         calls: list[tuple[str, Callable[[Tensor], Tensor]]] = []
         for name in names:
@@ -111,7 +111,7 @@ class Staged(nn.Module):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """Feature maps, as in timm: all, the last so many, or those of the indices."""
+        """Feature maps, as in timm: all, the last `indices`, or those with these indices."""
         if output_fmt != "NCHW":
             raise ValueError(f'output_fmt={output_fmt!r} must be "NCHW"')
         taken, last = feature_take_indices(len(self.feature_info), indices)

@@ -1,8 +1,11 @@
 """Layers: CE and its branches, and the wrapper that puts them behind a norm."""
 
 from cenet.nn.base import EquilibriumLayer, ce_layers
-from cenet.nn.branches import BatchDecorrelation2d, InstanceReweighting2d
-from cenet.nn.equilibrium import ChannelEquilibrium2d
+from cenet.nn.equilibrium import (
+    BatchDecorrelation2d,
+    ChannelEquilibrium2d,
+    InstanceReweighting2d,
+)
 from cenet.nn.norm_ce import NormCE2d
 from cenet.nn.sync import convert_sync_ce, revert_sync_ce
 

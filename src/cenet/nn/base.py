@@ -1,4 +1,4 @@
-"""What CE layers share: the way from input to output, freezing, tracing and argument checks."""
+"""The base class of CE layers: forward pass, freezing, tracing and argument checks."""
 
 from collections.abc import Iterator
 from numbers import Integral, Real
@@ -65,7 +65,7 @@ def check_images(x: Tensor, channels: int) -> None:
 
 
 class EquilibriumLayer(nn.Module):
-    """What the three layers share: measure x, turn the measurements into coefficients, mix.
+    """Base class of the three CE layers: measure x, compute coefficients from it, mix.
 
     Attributes:
         frozen: use the running statistics in training mode too. Set by `freeze`, which `.train()`
@@ -74,7 +74,7 @@ class EquilibriumLayer(nn.Module):
         blend: learned α of an identity start (`NormCE2d(..., start="identity")`), or None.
     """
 
-    # of the layout of state dicts
+    # version of the layout of state dicts
     _version = 2
 
     blend: nn.Parameter | None
@@ -105,17 +105,35 @@ class EquilibriumLayer(nn.Module):
         # cast once: the two gradients of x are then added before they are rounded
         values = x.to(F.statistics_dtype(x))
         scale = values.new_ones(self.num_features)
-        moments = self.measure(values, batch=batch and x.numel() > 0)
-        statistics = self.summarize(values, moments, norm=False) if batch else None
-        coefficients = self.coefficients(moments, scale, torch.zeros_like(scale), statistics)
+        shift, offset, center = torch.zeros_like(scale), None, None
+        if batch and x.numel() > 0:
+            values, offset, center = F.centered(values)
+            shift = offset + center
+        moments = self.measure(values, batch=batch and x.numel() > 0, offset=offset)
+        statistics = self.summarize(values, moments, center, norm=False) if batch else None
+        coefficients = self.coefficients(moments, scale, shift, statistics)
         return finish(F.mix(values, *coefficients).to(x.dtype), act, residual)
 
     def branches(self) -> fused.Branches:
         """The parts of this layer, for the kernels."""
         raise NotImplementedError
 
-    def measure(self, x: Tensor, *, batch: bool, sign: Tensor | None = None) -> F.Moments | None:
-        """Take the moments of x that `coefficients` will ask for, or None if it needs none."""
+    def measure(
+        self,
+        x: Tensor,
+        *,
+        batch: bool,
+        offset: Tensor | None,
+        sign: Tensor | None = None,
+    ) -> F.Moments | None:
+        """Take the moments that `coefficients` will ask for, or None if it needs none.
+
+        Args:
+            x: the images, or their centered values.
+            batch: the statistics of the batch are asked for, too.
+            offset: that of the centered values; None if x is not centered.
+            sign: of the norm's scale, where the covariance is taken after pooling.
+        """
         raise NotImplementedError
 
     def instance_var(self, moments: F.Moments | None) -> Tensor | None:
@@ -131,18 +149,21 @@ class EquilibriumLayer(nn.Module):
     ) -> F.Coefficients:
         """Compute the coefficients of norm and layer together.
 
-        From the statistics of the batch, which enter the running averages; without, from those
-        averages.
+        They come from the statistics of the batch, which enter the running averages; if
+        `statistics` is None, from the running averages.
         """
         raise NotImplementedError
 
-    def summarize(self, x: Tensor, moments: F.Moments | None, *, norm: bool) -> Statistics:
+    def summarize(
+        self, x: Tensor, moments: F.Moments | None, center: Tensor | None, *, norm: bool
+    ) -> Statistics:
         """Statistics of the batch, over all ranks if the layer is synchronized.
 
         Args:
             x: the images of this rank.
-            moments: what was measured of them; None if there are none.
-            norm: a batch norm asks for its statistics, too.
+            moments: their moments; None without images.
+            center: (C,), what the means of `moments` are relative to; None for zero.
+            norm: whether to include the statistics of a batch norm.
         """
         instance_var = self.instance_var(moments)
         ranks = self.ranks()
@@ -150,10 +171,11 @@ class EquilibriumLayer(nn.Module):
             assert moments is not None
             return of_rank(moments, instance_var, norm=norm)
         layout = self.layout(norm=norm)
-        return merge(gather(message(x, moments, instance_var, layout), ranks), layout)
+        told = message(x, moments, center, instance_var, layout)
+        return merge(gather(told, ranks), layout, center)
 
     def layout(self, *, norm: bool) -> Layout:
-        """What this layer, and the batch norm it is joined with, ask of a batch."""
+        """The statistics that this layer, and the batch norm joined with it, take of a batch."""
         bd, ir, *_ = self.branches()
         group_size, pool = (None, 1) if bd is None else (bd.group_size, bd.pool)
         return Layout(self.num_features, group_size, pool, norm, instance=ir is not None)
@@ -165,8 +187,7 @@ class EquilibriumLayer(nn.Module):
         return self.sync.ranks()
 
     def uses_batch(self, x: Tensor) -> bool:
-        """Whether x will be judged by its own batch statistics; ValueError if it is too small for
-        that.
+        """Whether the statistics of x itself are used; ValueError if x is too small for them.
 
         An empty batch has no statistics and is passed through on the running ones, unless other
         ranks may have images.
@@ -180,9 +201,10 @@ class EquilibriumLayer(nn.Module):
         return True
 
     def check_size(self, x: Tensor, *, alone: bool) -> None:
-        """Raise ValueError if x is too small to take batch statistics of.
+        """Raise ValueError if x is too small for batch statistics.
 
-        Not `alone`, other ranks bring values for the statistics of the batch, if not of an image.
+        If the layer is not `alone`, other ranks add values to the statistics of the batch, but not
+        to those of an image.
         """
         raise NotImplementedError
 
@@ -205,7 +227,7 @@ class EquilibriumLayer(nn.Module):
         self.trained = []
 
     def mode_repr(self) -> str:
-        """What sets this layer apart from a fresh one, for `extra_repr`."""
+        """Identity start, frozen and synchronized, where they apply, for `extra_repr`."""
         modes = {
             "identity start": self.blend is not None,
             "frozen": self.frozen,

@@ -1,13 +1,25 @@
-"""The block of the paper as a layer."""
+"""The block of the paper as a layer, and its two branches as layers of their own.
+
+An ablation with one branch then has no unused parameters.
+"""
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from cenet import functional as F
-from cenet.nn.base import EquilibriumLayer
-from cenet.nn.branches import BatchDecorrelation2d, InstanceReweighting2d
+from cenet.nn.base import (
+    EquilibriumLayer,
+    check,
+    check_counts,
+    check_momentum,
+    is_integer,
+    is_number,
+)
 from cenet.nn.fused import Branches
+from cenet.nn.norms import average_
 from cenet.nn.statistics import Statistics
 
 
@@ -30,7 +42,7 @@ class ChannelEquilibrium2d(EquilibriumLayer):
         rd_ratio: hidden width of the instance gate over C, in (0, 1].
         pool: side of the max-pool window before the covariance, 1 for none (the paper pools 2×2 in
             the stem).
-        device, dtype: of parameters and buffers.
+        device, dtype: device and dtype of parameters and buffers.
 
     Shape: (N, C, H, W) -> (N, C, H, W). Training needs H·W > 1; an empty batch passes through.
 
@@ -82,10 +94,12 @@ class ChannelEquilibrium2d(EquilibriumLayer):
         """λ, the share of batch decorrelation."""
         return self.mix_logit.sigmoid().squeeze(0)
 
-    def measure(self, x: Tensor, *, batch: bool, sign: Tensor | None = None) -> F.Moments | None:
-        """Take instance variances, and with `batch` the covariance."""
+    @override
+    def measure(
+        self, x: Tensor, *, batch: bool, offset: Tensor | None, sign: Tensor | None = None
+    ) -> F.Moments | None:
         branch = self.bd if batch else self.ir
-        return branch.measure(x, batch=batch, sign=sign)
+        return branch.measure(x, batch=batch, offset=offset, sign=sign)
 
     @override
     def coefficients(
@@ -135,3 +149,296 @@ class ChannelEquilibrium2d(EquilibriumLayer):
     def extra_repr(self) -> str:
         """Channels; the branches say the rest."""
         return f"{self.num_features}" + self.mode_repr()
+
+
+class BatchDecorrelation2d(EquilibriumLayer):
+    r"""Batch decorrelation, the BD branch alone: p = W·x, W the Newton iterate for (Σ/trΣ)^{-1/2}
+    per group.
+
+    Args:
+        num_features: channels C.
+        momentum: weight of the newest batch in the running average of W; None weighs all batches
+            alike.
+        group_size: channels decorrelated together, contiguous; the last group takes the remainder.
+        newton_steps: T of Eq. Newtoniter, 1 to 9. It defines the operator: 3 is far from converged,
+            by design.
+        pool: side of the max-pool window before the covariance, 1 for none.
+        device, dtype: device and dtype of the buffers.
+
+    Shape: (N, C, H, W) -> (N, C, H, W).
+
+    Numerics: biased covariance, float32 (float64 for float64 input). I ⪯ W ⪯ 1.5^T I, also for the
+    average.
+
+    >>> y = BatchDecorrelation2d(32)(torch.randn(8, 32, 7, 7))
+    """
+
+    running_inv_sqrt: Tensor
+    num_batches_tracked: Tensor
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        momentum: float | None = 0.1,
+        group_size: int = 16,
+        newton_steps: int = 3,
+        pool: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Validate the arguments and register the buffers."""
+        super().__init__(num_features)
+        check_counts(group_size=group_size, pool=pool)
+        check_momentum(momentum)
+        check(
+            is_integer(newton_steps) and 1 <= newton_steps <= 9,
+            f"newton_steps={newton_steps!r} must be an integer in 1..9; the paper uses 3",
+        )
+        self.momentum = momentum
+        self.group_size = min(group_size, num_features)
+        self.newton_steps = newton_steps
+        self.pool = pool
+        self.num_groups = F.num_groups(num_features, self.group_size)
+        eye = torch.eye(self.group_size, device=device, dtype=dtype)
+        self.register_buffer("running_inv_sqrt", eye.repeat(self.num_groups, 1, 1))
+        self.register_buffer(
+            "num_batches_tracked", torch.tensor(0, dtype=torch.long, device=device)
+        )
+
+    @override
+    def measure(
+        self, x: Tensor, *, batch: bool, offset: Tensor | None, sign: Tensor | None = None
+    ) -> F.Moments | None:
+        return F.moments(x, self.group_size, self.pool, sign, offset) if batch else None
+
+    def inv_sqrt(self, scale: Tensor, statistics: Statistics | None) -> Tensor:
+        """W of the batch with these statistics; its running average if they are None."""
+        if statistics is None:
+            # a copy: autograd may keep it, and a later training step changes the buffer in place
+            return self.running_inv_sqrt.to(scale.dtype, copy=True)
+        assert statistics.cov is not None
+        return F.decorrelation(statistics.cov, scale, self.newton_steps)
+
+    def track(self, inv_sqrt: Tensor, statistics: Statistics | None) -> None:
+        """Move the running average towards W of a batch, in place; not if `statistics` is None."""
+        if statistics is not None:
+            averages = [(self.running_inv_sqrt, statistics.counted(inv_sqrt))]
+            average_(averages, self.num_batches_tracked, self.momentum, debias=True)
+
+    @override
+    def coefficients(
+        self,
+        moments: F.Moments | None,
+        scale: Tensor,
+        shift: Tensor,
+        statistics: Statistics | None,
+    ) -> F.Coefficients:
+        inv_sqrt = self.inv_sqrt(scale, statistics)
+        self.track(inv_sqrt, statistics)
+        return F.coefficients(scale, shift, inv_sqrt=inv_sqrt, blend=self.blend)
+
+    @override
+    def branches(self) -> Branches:
+        return Branches(self, None, None, None, self.blend)
+
+    def check_size(self, x: Tensor, *, alone: bool) -> None:
+        """Raise ValueError unless the covariance has at least two values per channel."""
+        n, _, height, width = x.shape
+        if alone and -(-height // self.pool) * -(-width // self.pool) == 1:
+            pooled = "" if self.pool == 1 else f" after {self.pool}×{self.pool} pooling"
+            check(
+                n > 1,
+                f"expected more than 1 value per channel{pooled} when training, "
+                f"got input size {tuple(x.shape)}",
+            )
+
+    def reset_running_stats(self) -> None:
+        """Forget the running average: W = I, no batches seen."""
+        eye = torch.eye(self.group_size, device=self.running_inv_sqrt.device)
+        self.running_inv_sqrt.copy_(eye)
+        self.num_batches_tracked.zero_()
+
+    def extra_repr(self) -> str:
+        """Channels, groups and steps."""
+        full, rest = divmod(self.num_features, self.group_size)
+        groups = f"{full}x{self.group_size}" + (f"+{rest}" if rest else "")
+        return (
+            f"{self.num_features}, groups={groups}, newton_steps={self.newton_steps}, "
+            f"momentum={self.momentum}"
+            + (f", pool={self.pool}" if self.pool > 1 else "")
+            + self.mode_repr()
+        )
+
+
+class InstanceReweighting2d(EquilibriumLayer):
+    r"""Instance reweighting, the IR branch alone: p_n = sigmoid(W2 relu(LN(W1 σ̃²_n))) · s^{-1/2} ⊙
+    x_n.
+
+    Args:
+        num_features: channels C.
+        eps: added to s. It bounds the branch: the gain never exceeds eps^{-1/2}.
+        momentum: weight of the newest batch in the running average of s^{-1/2}; None weighs all
+            batches alike.
+        rd_ratio: hidden width of the gate over C, in (0, 1]; at least 8 units are kept.
+        device, dtype: device and dtype of parameters and buffers.
+
+    Shape: (N, C, H, W) -> (N, C, H, W). H·W = 1 has no variance and is refused in training.
+
+    Numerics: biased instance variance, float32 (float64 for float64 input).
+
+    >>> y = InstanceReweighting2d(32)(torch.randn(8, 32, 7, 7))
+    """
+
+    running_inv_std: Tensor
+    num_batches_tracked: Tensor
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        rd_ratio: float = 0.25,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Validate the arguments, build the gate and register the buffers."""
+        super().__init__(num_features)
+        check(is_number(eps, 0, 1e30), f"eps={eps!r} must be positive; the default is 1e-5")
+        check_momentum(momentum)
+        check(
+            is_number(rd_ratio, 0, 1),
+            f"rd_ratio={rd_ratio!r} must be in (0, 1]; the paper uses 0.25",
+        )
+        self.eps = eps
+        self.momentum = momentum
+        # set by the loader of released checkpoints: that code divides by L − 1 and shows the gate
+        # σ̃², not σ̃²/s. Saved with the state
+        self.released = False
+        hidden = max(8, int(rd_ratio * num_features))
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.fc1 = nn.Linear(num_features, hidden, bias=False, **factory)
+        self.norm = nn.LayerNorm(hidden, eps=F.GATE_NORM_EPS, **factory)
+        self.fc2 = nn.Linear(hidden, num_features, bias=False, **factory)
+        self.register_buffer("running_inv_std", torch.ones((), **factory))
+        self.register_buffer(
+            "num_batches_tracked", torch.tensor(0, dtype=torch.long, device=device)
+        )
+
+    @property
+    def gate(self) -> F.Gate:
+        """The gate's weights."""
+        return F.Gate(self.fc1.weight, self.norm.weight, self.norm.bias, self.fc2.weight)
+
+    @override
+    def measure(
+        self, x: Tensor, *, batch: bool, offset: Tensor | None, sign: Tensor | None = None
+    ) -> F.Moments | None:
+        return F.moments(x, group_size=None, offset=offset)
+
+    @override
+    def instance_var(self, moments: F.Moments | None) -> Tensor:
+        assert moments is not None
+        if self.released:
+            return moments.var * (moments.pixels / max(moments.pixels - 1, 1))
+        return moments.var
+
+    def inv_std(self, scale: Tensor, statistics: Statistics | None) -> Tensor:
+        """s^{-1/2} of the batch with these statistics; its running average if they are None."""
+        if statistics is None:
+            return self.running_inv_std.to(scale.dtype, copy=True)
+        assert statistics.instance_var is not None
+        return F.inverse_std(statistics.instance_var, scale, self.eps)
+
+    def track(self, inv_std: Tensor, statistics: Statistics | None) -> None:
+        """Move the running average towards s^{-1/2}, in place; not if `statistics` is None."""
+        if statistics is not None:
+            # an overflowing s has the finite inverse root 0, which must not pass for a statistic
+            finite = inv_std.where(inv_std > 0, torch.nan)
+            averages = [(self.running_inv_std, statistics.counted(finite))]
+            average_(averages, self.num_batches_tracked, self.momentum, debias=True)
+
+    def gain(self, moments: F.Moments | None, scale: Tensor, inv_std: Tensor) -> Tensor:
+        """a_n, (N, C): the gate of each image times s^{-1/2}."""
+        var = self.instance_var(moments)
+        if self.released:
+            return F.instance_gate(var * scale.square(), self.gate) * inv_std
+        return F.instance_gain(var, scale, inv_std, self.gate)
+
+    @override
+    def coefficients(
+        self,
+        moments: F.Moments | None,
+        scale: Tensor,
+        shift: Tensor,
+        statistics: Statistics | None,
+    ) -> F.Coefficients:
+        inv_std = self.inv_std(scale, statistics)
+        self.track(inv_std, statistics)
+        gain = self.gain(moments, scale, inv_std)
+        return F.coefficients(scale, shift, gain=gain, blend=self.blend)
+
+    @override
+    def branches(self) -> Branches:
+        return Branches(None, self, self.gate, None, self.blend)
+
+    def get_extra_state(self) -> Tensor:
+        """The variant of the gate, as a tensor, because files of weights hold nothing else."""
+        # not on the default device, which may be meta and hold no values
+        return torch.tensor(self.released, device="cpu")
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Take over the variant of the gate."""
+        self.released = bool(state)
+
+    @staticmethod
+    def upgrade_state_(state: dict[str, Any], prefix: str) -> None:
+        """Bring the entries of a layer into the layout of version 2, in place.
+
+        Version 1 had the key `released`, and only in layers of the released variant. Entries of
+        version 2 stay as they are.
+        """
+        released = state.pop(f"{prefix}released", torch.tensor(False, device="cpu"))
+        if f"{prefix}fc1.weight" in state:
+            state.setdefault(f"{prefix}_extra_state", released)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        *args: Any,
+    ) -> None:
+        # files of tensors have no version
+        if local_metadata.get("version", 1) < 2:
+            self.upgrade_state_(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+    def check_size(self, x: Tensor, *, alone: bool) -> None:
+        """Raise ValueError unless every instance has at least two values per channel."""
+        if x.shape[2] * x.shape[3] < 2:
+            raise ValueError(
+                "expected more than 1 spatial value per channel when training (one value has no "
+                f"instance variance), got input size {tuple(x.shape)}; use larger images, or no CE "
+                "here: insert_ce_(model, example_input=...) leaves out maps of one pixel"
+            )
+
+    def reset_running_stats(self) -> None:
+        """Forget the running average: s = 1, no batches seen."""
+        self.running_inv_std.fill_(1)
+        self.num_batches_tracked.zero_()
+
+    def reset_parameters(self) -> None:
+        """Start over: fresh gate, no running statistics."""
+        super().reset_parameters()
+        for layer in (self.fc1, self.norm, self.fc2):
+            layer.reset_parameters()
+
+    def extra_repr(self) -> str:
+        """Channels, constants and variant."""
+        return (
+            f"{self.num_features}, eps={self.eps}, momentum={self.momentum}"
+            + (", released" if self.released else "")
+            + self.mode_repr()
+        )

@@ -8,9 +8,13 @@ from torch import Tensor, nn
 import cenet.nn.fused as fused
 from cenet import functional as F
 from cenet import ops
+from cenet.kernels.call import FoldedCECall
 from cenet.nn.base import EquilibriumLayer, call_as_leaf, finish, is_proxy
-from cenet.nn.branches import BatchDecorrelation2d, InstanceReweighting2d
-from cenet.nn.equilibrium import ChannelEquilibrium2d
+from cenet.nn.equilibrium import (
+    BatchDecorrelation2d,
+    ChannelEquilibrium2d,
+    InstanceReweighting2d,
+)
 
 Branch = TypeVar("Branch", bound=EquilibriumLayer)
 
@@ -33,7 +37,7 @@ class FoldedCE2d(nn.Module):
     gain_offset: Tensor
 
     def __init__(self, ce: EquilibriumLayer, shift: Tensor, act: nn.Module | None) -> None:
-        """Take over what `ce` uses in evaluation."""
+        """Copy the tensors that `ce` uses in evaluation."""
         super().__init__()
         identity, _, reweighting = _shares(ce)
         matrix = fixed_matrix(ce)
@@ -51,7 +55,7 @@ class FoldedCE2d(nn.Module):
 
     @property
     def shift(self) -> Tensor:
-        """What is added to x, (C,)."""
+        """The shift that is added to x, (C,)."""
         return -self.values[0]
 
     def forward(
@@ -79,7 +83,7 @@ class FoldedCE2d(nn.Module):
 
 
 class Finish(nn.Module):
-    """What is left of a CE layer that went into the convolution: residual and activation."""
+    """Residual and activation, after a CE layer that was folded into the convolution."""
 
     is_deploy_form = True
     takes_residual = True
@@ -117,19 +121,23 @@ def _fused(
     act: nn.Module | None,
 ) -> Tensor:
     name, slope, after = fused.inside_and_after(act)
-    y: Tensor = ops.folded_ce(
-        x,
-        residual,
-        folded.values,
-        folded.matrix,
-        *ir.gate,
-        ir.running_inv_std,
-        folded.gain_weight,
-        folded.gain_offset,
-        name,
-        slope,
+    w1, norm_weight, norm_bias, w2 = ir.gate
+    call = FoldedCECall(
+        x=x,
+        residual=residual,
+        values=folded.values,
+        matrix=folded.matrix,
+        w1=w1,
+        norm_weight=norm_weight,
+        norm_bias=norm_bias,
+        w2=w2,
+        inv_std=ir.running_inv_std,
+        share=folded.gain_weight,
+        offset=folded.gain_offset,
+        act=name,
+        slope=slope,
     )
-    return finish(y, after, None)
+    return finish(ops.folded_ce(*call), after, None)
 
 
 def fixed_matrix(ce: EquilibriumLayer) -> Tensor | None:

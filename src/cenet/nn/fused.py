@@ -10,7 +10,7 @@ from cenet.nn.norms import is_hooked, is_recomputation, uses_batch_statistics
 
 
 class Decorrelation(Protocol):
-    """What the kernels ask of a `BatchDecorrelation2d`."""
+    """The attributes of a `BatchDecorrelation2d` that the kernels use."""
 
     group_size: int
     newton_steps: int
@@ -21,7 +21,7 @@ class Decorrelation(Protocol):
 
 
 class Reweighting(Protocol):
-    """What the kernels ask of an `InstanceReweighting2d`."""
+    """The attributes of an `InstanceReweighting2d` that the kernels use."""
 
     eps: float
     momentum: float | None
@@ -90,7 +90,7 @@ def run(
         x: input of `norm`, or of the CE layer if `norm` is None.
         norm: a batch norm, or None.
         branches: the parts of the CE layer.
-        act, residual: the activation, and what is added before it.
+        act, residual: the activation, and the tensor that is added before it.
         batch: CE uses the statistics of this batch, not the running ones.
     """
     if residual is not None and residual.dtype != x.dtype:

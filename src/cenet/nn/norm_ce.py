@@ -137,13 +137,19 @@ class NormCE2d(nn.Module):
         # cast once: the two gradients of x are then added before they are rounded
         values = x.to(F.statistics_dtype(x))
         measured = ce_batch and x.numel() > 0
-        moments = ce.measure(values, batch=measured, sign=weight_sign(norm, values))
+        offset = center = None
+        if (norm_batch or ce_batch) and x.numel() > 0:
+            values, offset, center = F.centered(values)
+        sign = weight_sign(norm, values)
+        moments = ce.measure(values, batch=measured, offset=offset, sign=sign)
         if norm_batch and moments is None and x.numel() > 0:
-            moments = F.moments(values, group_size=None)
+            moments = F.moments(values, group_size=None, offset=offset)
         statistics = None
         if norm_batch or ce_batch:
-            statistics = ce.summarize(values, moments, norm=norm_batch)
-        scale, shift = affine(norm, values, statistics if norm_batch else None)
+            statistics = ce.summarize(values, moments, center, norm=norm_batch)
+        scale, shift = affine(norm, values, statistics if norm_batch else None, center)
+        if offset is not None:
+            shift = shift + offset * scale
         coefficients = ce.coefficients(moments, scale, shift, statistics if ce_batch else None)
         return finish(F.mix(values, *coefficients).to(x.dtype), act, residual)
 

@@ -47,7 +47,7 @@ def inner_parts(norm: nn.Module) -> tuple[str, ...]:
 
 
 def inner_activation(norm: nn.Module) -> nn.Module | None:
-    """What these parts do, as one module."""
+    """These parts as one module."""
     parts = [getattr(norm, name) for name in inner_parts(norm)]
     if not parts:
         return None
@@ -91,12 +91,20 @@ def is_hooked(module: nn.Module) -> bool:
     )
 
 
-def affine(norm: Any, x: Tensor, statistics: Statistics | None) -> tuple[Tensor, Tensor]:
-    """Scale and shift of a batch norm on x: x̃ = scale ⊙ x + shift.
+def affine(
+    norm: Any, x: Tensor, statistics: Statistics | None, center: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Scale and shift of a batch norm: x̃ = scale ⊙ (x − center) + shift.
 
     They come from the statistics of the batch, which enter the norm's running statistics as they
     would in its own forward pass (unbiased variance, its momentum), except that a non-finite batch
     does not; or, without, from the running statistics.
+
+    Args:
+        norm: a batch norm.
+        x: a tensor of the input's dtype, device and channels.
+        statistics: of the batch, the mean relative to `center`; None for the running ones.
+        center: (C,); None for zero.
     """
     if statistics is not None:
         mean, var = statistics.mean, statistics.var
@@ -104,7 +112,7 @@ def affine(norm: Any, x: Tensor, statistics: Statistics | None) -> tuple[Tensor,
         assert var is not None
         if norm.training and norm.track_running_stats and norm.running_mean is not None:
             averages = [
-                (norm.running_mean, statistics.counted(mean)),
+                (norm.running_mean, statistics.counted(mean if center is None else mean + center)),
                 (norm.running_var, statistics.counted(statistics.unbiased_var())),
             ]
             seen = norm.num_batches_tracked
@@ -112,6 +120,7 @@ def affine(norm: Any, x: Tensor, statistics: Statistics | None) -> tuple[Tensor,
             average_(averages, seen, norm.momentum, debias=False)
     else:
         mean, var = _values(norm.running_mean, 0.0, x), _values(norm.running_var, 1.0, x)
+        mean = mean if center is None else mean - center
     scale = _values(norm.weight, 1.0, x) * (1 / (var + norm.eps).sqrt())
     return scale, _values(norm.bias, 0.0, x) - mean * scale
 

@@ -22,7 +22,7 @@ class SyncGroup:
     """A process group, looked up at each use: it may be made after the layer, or made anew.
 
     Args:
-        process_group: of torch.distributed; None stands for all ranks.
+        process_group: a group of torch.distributed; None stands for all ranks.
     """
 
     def __init__(self, process_group: Any = None) -> None:
@@ -59,7 +59,7 @@ class SyncGroup:
 def gather(part: Tensor, ranks: Ranks) -> Tensor:
     """Every rank's `part`, differentiable any number of times: (b,) -> (R, b).
 
-    The gradient of a part is the sum of what all ranks have to say about it.
+    The gradient of a part is the sum of its gradients on all ranks.
     """
     gathered: Tensor = _Gather.apply(part, ranks)
     return gathered

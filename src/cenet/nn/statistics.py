@@ -1,4 +1,4 @@
-"""Statistics of a batch: of this rank's images, or of the images of several ranks as if together.
+"""Statistics of a batch: of the images of this rank, or of the images of several ranks together.
 
 Ranks are merged by Chan's formula: the second moments inside the ranks plus those between their
 means. Images weigh by their pixels in the norm's statistics and in the covariance, and alike in s.
@@ -14,9 +14,9 @@ from cenet import functional as F
 
 
 class Statistics(NamedTuple):
-    """What a training step takes from its batch; a part that the layer does not ask for is None."""
+    """Statistics of a batch for a training step; None where the layer does not need them."""
 
-    mean: Tensor | None  # (C,), for the norm
+    mean: Tensor | None  # (C,), for the norm, relative to the center that images were given
     var: Tensor | None  # (C,), biased, for the norm
     cov: Tensor | None  # (G, K, K)
     instance_var: Tensor | None  # (N, C), or its mean over images (C,)
@@ -35,7 +35,7 @@ class Statistics(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What a layer asks of its batch, and so what its ranks tell each other."""
+    """Which statistics a layer needs, and so the layout of the messages between ranks."""
 
     channels: int
     group_size: int | None  # None: no covariance
@@ -44,7 +44,7 @@ class Layout(NamedTuple):
     instance: bool
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the parts of a message, in order."""
+        """Shapes of the parts of a message, in order."""
         per_channel = (self.channels,)
         shapes: dict[str, tuple[int, ...]] = {"counts": (3,)}
         if self.group_size is not None:
@@ -75,13 +75,21 @@ def of_rank(moments: F.Moments, instance_var: Tensor | None, *, norm: bool) -> S
 
 
 def message(
-    x: Tensor, moments: F.Moments | None, instance_var: Tensor | None, layout: Layout
+    x: Tensor,
+    moments: F.Moments | None,
+    center: Tensor | None,
+    instance_var: Tensor | None,
+    layout: Layout,
 ) -> Tensor:
-    """What this rank tells the others of its images x: one vector, `layout.size()` long."""
+    """The statistics of this rank's images x as one vector, `layout.size()` long.
+
+    Its means are not relative to `center`, of which every rank has its own.
+    """
     if x.numel() == 0:
         # zeros that depend on x, so that a rank without images joins the backward pass, too
         return x.new_zeros(layout.size()) + x.sum()
     assert moments is not None
+    center = moments.mean.new_zeros(()) if center is None else center
     n, _, height, width = x.shape
     windows = -(-height // layout.pool) * -(-width // layout.pool)
     counts = [x.new_full((), count) for count in (n, n * height * width, n * windows)]
@@ -90,18 +98,22 @@ def message(
         assert moments.cov is not None
         assert moments.window_mean is not None
         rows, columns = torch.triu_indices(layout.group_size, layout.group_size, device=x.device)
-        parts["window_mean"] = moments.window_mean.mean(0)
+        parts["window_mean"] = moments.window_mean.mean(0) + center
         parts["cov"] = moments.cov[:, rows, columns]
     if layout.norm and not layout.norm_is_in_cov():
-        parts["mean"], parts["var"] = _mean_and_var(moments)
+        mean, parts["var"] = _mean_and_var(moments)
+        parts["mean"] = mean + center
     if instance_var is not None:
         parts["instance_var"] = instance_var.mean(0)
     return torch.cat([parts[name].flatten() for name in layout.shapes()])
 
 
 @F.full_precision
-def merge(messages: Tensor, layout: Layout) -> Statistics:
-    """Statistics of the images of all ranks together, from their messages (R, b)."""
+def merge(messages: Tensor, layout: Layout, center: Tensor | None = None) -> Statistics:
+    """Statistics of the images of all ranks together, from their messages (R, b).
+
+    The mean is relative to `center`, that of the rank that asks.
+    """
     shapes = layout.shapes()
     sizes = [prod(shape) for shape in shapes.values()]
     parts = dict(zip(shapes, messages.split_with_sizes(sizes, dim=1), strict=True))
@@ -118,6 +130,8 @@ def merge(messages: Tensor, layout: Layout) -> Statistics:
         var = _average(parts["var"], pixels) + spread.square().sum(0)
     if layout.instance:
         instance_var = _average(parts["instance_var"], samples)
+    if mean is not None and center is not None:
+        mean = mean - center
     return Statistics(mean, var, cov, instance_var, pixels.sum())
 
 

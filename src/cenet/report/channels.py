@@ -7,9 +7,9 @@ from statistics import fmean, median
 
 from cenet.analysis.channels import DORMANT, DORMANT_STRICT
 from cenet.analysis.diagnosis import AblationCurve, Importance, Layer, Matrix, Removal
+from cenet.formatting import Cell, brief, compare, count, show
 from cenet.report.charts import Axis, Rule, Series, around, colour_bar, heat_map, line_chart
-from cenet.report.elements import Cell, Column, Figure, Panel, Table
-from cenet.report.formatting import brief, compare, count, show
+from cenet.report.elements import Column, Figure, Panel, Table
 from cenet.report.sources import Source
 
 LEAST = 1e-3  # where the axes of relative values begin
@@ -241,7 +241,7 @@ def _orders(run: int, curve: AblationCurve, means: Sequence[float]) -> list[Seri
 
 
 def _ablation_words(curves: Sequence[AblationCurve]) -> str:
-    """The caption: what is drawn, its standard error, and how to read it."""
+    """The caption: an explanation of the curves, and their standard error."""
     layers = _listed(curve.layer for curve in curves)
     draws = max(len(one) for curve in curves for one in curve.top1)
     images = min(curve.images for curve in curves)

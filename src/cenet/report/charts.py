@@ -13,10 +13,9 @@ from xml.etree import ElementTree as Tree
 from PIL import Image
 
 from cenet.analysis.diagnosis import data_uri
-from cenet.report.elements import Kind
-from cenet.report.formatting import abbreviate, short, show
+from cenet.formatting import Kind, abbreviate, percent, short, show
 
-# of the runs: distinct without red or green vision; dashes and marks differ as well
+# colours of runs differ also for readers with red-green blindness; so do dashes and marks
 LIGHT = {
     "paper": "#fdfdfc", "card": "#ffffff", "ink": "#1d232b", "soft": "#5a6472",
     "line": "#dfe3e8", "wash": "#f3f5f7", "focus": "#0b57d0",
@@ -125,7 +124,7 @@ class Axis:
     def text(self, value: float) -> str:
         """The label of a number."""
         if self.kind == "percent":
-            return f"{100 * value:g} %" if abs(value) >= 1e-9 else "0 %"
+            return percent(value if abs(value) >= 1e-9 else 0.0, "g")
         if self.log:
             return f"{value:g}" if 1e-3 <= value <= 1e3 else f"{value:.0e}".replace("e-0", "e-")
         return show(int(value)) if self.whole else f"{value:.6g}"

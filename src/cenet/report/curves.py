@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from statistics import fmean
 
+from cenet.formatting import Cell, Kind, compare
 from cenet.report.charts import Axis, Series, around, by_epoch, line_chart
-from cenet.report.elements import Cell, Column, Figure, Kind, Panel, Table
-from cenet.report.formatting import compare
+from cenet.report.elements import Column, Figure, Panel, Table
 from cenet.report.sources import Source
 
 PANELS = (("training", "train"), ("test", "test"))

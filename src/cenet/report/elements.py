@@ -1,12 +1,9 @@
 """The elements of a page (tables, figures, sections) as plain values, without HTML."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from cenet.analysis.diagnosis import Verdict
-
-Kind = Literal["text", "number", "percent"]
-Cell = str | float | int | None
+from cenet.formatting import Cell, Kind
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ class Figure:
     Attributes:
         key: name of its files, without the ending.
         title: above the drawings.
-        caption: what the drawings show.
+        caption: explanation of the drawings.
         panels: the drawings; empty if the caption says everything.
         table: numbers shown on the page.
         numbers: numbers of the CSV file, if they are more than the table.
@@ -107,9 +104,9 @@ class Fact:
     """A row of the headline table.
 
     Attributes:
-        name: of the measure.
+        name: name of the measure.
         meaning: explanation in a few words.
-        values: one per run, formatted.
+        values: formatted values, one per run.
     """
 
     name: str
@@ -152,7 +149,7 @@ class RunVerdict:
 
     Attributes:
         run: number of the run.
-        verdict: of its diagnosis.
+        verdict: verdict of its diagnosis.
         sites: norms after which insert_ce_ would put CE.
         with_ce: layers that have CE already.
     """

@@ -6,9 +6,9 @@ from statistics import fmean
 
 from cenet.analysis.channels import DORMANT, DORMANT_STRICT
 from cenet.analysis.diagnosis import Layer
+from cenet.formatting import Cell, Kind, compare, count, show
 from cenet.report.charts import Axis, Rule, Series, around, line_chart, range_chart
-from cenet.report.elements import Cell, Column, Figure, Kind, Panel, Table
-from cenet.report.formatting import compare, count, show
+from cenet.report.elements import Column, Figure, Panel, Table
 from cenet.report.sources import Source
 
 Measure = Callable[[Layer], float | None]
@@ -60,11 +60,11 @@ def gamma_figure(sources: Sequence[Source]) -> Figure | None:
     """Share of channels by layer whose norm scales them to almost nothing."""
     caption = (
         "Share of channels whose |γ| is below 0.01, so that the norm's output is almost constant; "
-        f"{_most(sources, _small_gamma)}."
+        f"{_most(sources, small_gamma)}."
     )
     return _by_layer(
         sources, "gamma", "Small γ by layer", caption,
-        ("channels with |γ| < 0.01", "percent", _small_gamma),
+        ("channels with |γ| < 0.01", "percent", small_gamma),
     )  # fmt: skip
 
 
@@ -274,7 +274,8 @@ def _inhibited(layer: Layer) -> float:
     return layer.inhibited_ratio
 
 
-def _small_gamma(layer: Layer) -> float | None:
+def small_gamma(layer: Layer) -> float | None:
+    """Share of channels with |γ| < 0.01."""
     return None if layer.gamma is None else layer.gamma.share_small
 
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cenet.analysis.diagnosis import FILE, Diagnosis, Layer
-from cenet.analysis.json_dataclass import LARGEST
+from cenet.analysis.diagnosis import FILE, LARGEST, Diagnosis, Layer
 from cenet.files import read_json
 from cenet.run_folder import ABOUT, CHANNELS, METRICS, read_metrics
 
@@ -117,9 +116,9 @@ def read_training(
     """Recipe, environment and metrics of a run.
 
     Args:
-        folder: of the run.
-        name: of the source.
-        columns: of metrics that hold a number or nothing.
+        folder: folder of the run.
+        name: name of the source.
+        columns: columns of metrics that hold a number or nothing.
         counts: columns of metrics that hold a whole number in every row.
         author: the command that writes such folders.
 

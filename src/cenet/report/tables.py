@@ -4,18 +4,19 @@ from collections.abc import Callable, Sequence, Sized
 from pathlib import PurePath
 from typing import Any
 
-from cenet.analysis.channels import DORMANT, DORMANT_STRICT
+from cenet.analysis.channels import DORMANT, DORMANT_STRICT, RARE
 from cenet.analysis.diagnosis import Accuracy, Layer
-from cenet.report.elements import Cell, Column, Fact, Kind, Picture, RunVerdict, Section, Table
-from cenet.report.formatting import MISSING, NARROW, short, show
+from cenet.formatting import MISSING, NARROW, Cell, Kind, percent, short, show
+from cenet.report.elements import Column, Fact, Picture, RunVerdict, Section, Table
 from cenet.report.layers import (
     mean_correlation,
     mean_lambda,
     mean_participation,
+    small_gamma,
 )
 from cenet.report.sources import Source
 
-PICTURES = 8  # of each run
+PICTURES = 8  # Grad-CAMs shown of each run
 SMALLEST = 32  # side of an image in which Grad-CAM shows something
 LONGEST = 14  # letters of a checkpoint
 SKIPPED = "These files could not be read as images and are not in any number above."
@@ -64,8 +65,8 @@ def facts(sources: Sequence[Source]) -> tuple[Fact, ...]:
             _share(lambda layer: layer.dormant_strict), "percent",
         ),
         _fact(
-            f"fire in < 1{NARROW}% of images", "positive at one pixel or more", sources,
-            _share(lambda layer: layer.rare), "percent",
+            f"fire in < {percent(RARE, 'g', space=NARROW)} of images",
+            "positive at one pixel or more", sources, _share(lambda layer: layer.rare), "percent",
         ),
         _fact(
             "prunable", "contribute next to nothing", sources,
@@ -114,7 +115,7 @@ def differing(sources: Sequence[Source], part: str) -> Section:
         (name.replace("_", " "), *(_plain(values.get(name)) for _, values in shown))
         for name in names
     ]
-    # what is known of both, and not the same
+    # rows that differ between runs
     apart = [row for row in rows if len(set(row[1:])) > 1]
     same = [row for row in rows if len(set(row[1:])) == 1]
     columns = [Column(""), *(Column(sources[run].name, "text", run) for run, _ in shown)]
@@ -234,24 +235,29 @@ def _plain(value: Any) -> str | None:
 
 
 def _layers(source: Source) -> Table:
-    heads: tuple[tuple[str, Kind], ...] = (
-        ("#", "number"), ("layer", "text"), ("norm", "text"), ("channels", "number"),
-        ("size", "text"), ("dormant", "number"), ("rare", "number"), ("saturated", "number"),
-        ("duplicates", "number"), ("prunable", "number"), ("dims / ch.", "percent"),
-        ("corr.", "number"), ("|γ| < 0.01", "percent"), ("CE", "text"), ("λ", "number"),
-        ("inhibited", "number"),
-    )  # fmt: skip
-    rows = [_layer(number, layer) for number, layer in enumerate(source.layers, start=1)]
-    return Table(tuple(Column(name, kind) for name, kind in heads), tuple(rows), source.name)
+    columns = (Column("#", "number"), *(Column(name, kind) for name, kind, _ in LAYER_COLUMNS))
+    rows = tuple(
+        (number, *(value(layer) for _, _, value in LAYER_COLUMNS))
+        for number, layer in enumerate(source.layers, start=1)
+    )
+    return Table(columns, rows, source.name)
 
 
-def _layer(number: int, layer: Layer) -> tuple[Cell, ...]:
-    return (
-        number, layer.name, layer.norm, layer.channels,
-        f"{layer.height}{NARROW}×{NARROW}{layer.width}", len(layer.dormant), len(layer.rare),
-        len(layer.saturated), len(layer.duplicates), len(layer.prunable),
-        layer.participation_share, layer.correlation,
-        None if layer.gamma is None else layer.gamma.share_small,
-        "in place" if layer.has_ce else "site" if layer.ce_site else None, layer.mix,
-        len(layer.inhibited),
-    )  # fmt: skip
+# columns of the table of layers, one row of this list each
+LAYER_COLUMNS: tuple[tuple[str, Kind, Callable[[Layer], Cell]], ...] = (
+    ("layer", "text", lambda layer: layer.name),
+    ("norm", "text", lambda layer: layer.norm),
+    ("channels", "number", lambda layer: layer.channels),
+    ("size", "text", lambda layer: f"{layer.height}{NARROW}×{NARROW}{layer.width}"),
+    ("dormant", "number", lambda layer: len(layer.dormant)),
+    ("rare", "number", lambda layer: len(layer.rare)),
+    ("saturated", "number", lambda layer: len(layer.saturated)),
+    ("duplicates", "number", lambda layer: len(layer.duplicates)),
+    ("prunable", "number", lambda layer: len(layer.prunable)),
+    ("dims / ch.", "percent", lambda layer: layer.participation_share),
+    ("corr.", "number", lambda layer: layer.correlation),
+    ("|γ| < 0.01", "percent", small_gamma),
+    ("CE", "text", lambda layer: layer.ce_state),
+    ("λ", "number", lambda layer: layer.mix),
+    ("inhibited", "number", lambda layer: len(layer.inhibited)),
+)

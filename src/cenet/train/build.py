@@ -1,4 +1,4 @@
-"""Build network, optimizer, schedule and loss of a recipe with timm."""
+"""Build optimizer, schedule and loss of a recipe with timm."""
 
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
@@ -16,32 +16,14 @@ from timm.scheduler.scheduler import Scheduler
 from torch import nn
 from torch.optim import Optimizer
 
-from cenet.data.input_spec import InputSpec
-from cenet.models import create_model
+from cenet.data.datasets import InputSpec
 from cenet.nn import ce_layers, convert_sync_ce
 from cenet.ops import backend
-from cenet.train.recipes import RD_RATIO, Recipe
-from cenet.train.training_recipe import TrainingRecipe
+from cenet.train.recipes import Recipe, TrainingRecipe
 
 PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 # λ and α, which the paper does not decay
 UNDECAYED = ("mix_logit", "blend")
-
-
-def build_network(recipe: Recipe, inputs: InputSpec) -> nn.Module:
-    """The network of a recipe, for images and classes of this input spec."""
-    return create_model(
-        recipe.network,
-        None if recipe.block == "plain" else recipe.block,
-        norm=recipe.norm,
-        norm_places=recipe.norm_places,
-        ce_position=recipe.ce_position,
-        start=recipe.ce_start,
-        layer_args=None if recipe.rd_ratio == RD_RATIO else {"rd_ratio": recipe.rd_ratio},
-        act=None if recipe.act == "default" else recipe.act,
-        num_classes=len(inputs.classes),
-        in_chans=inputs.channels,
-    )
 
 
 def check_size(network: nn.Module, recipe: Recipe, inputs: InputSpec) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints: what they hold, and how they are written while the training continues.
+"""Checkpoints: their content, and a writer that works while the training continues.
 
 A checkpoint is a safetensors file. It holds the tensors of the run, and in its header the metadata
 (everything that is not a tensor, as JSON) and a digest of both. It is written to another name,
@@ -32,7 +32,7 @@ PATTERN = "step-*.safetensors"
 
 
 class DamagedCheckpoint(ValueError):
-    """A file whose content is not what was written."""
+    """A file whose content does not match its digest."""
 
 
 # files

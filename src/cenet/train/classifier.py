@@ -12,18 +12,19 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from cenet import ops
+from cenet.analysis.channels import mixing_ratios
 from cenet.analysis.monitor import Monitor
-from cenet.data.datasets import Encoded, Split, digest
-from cenet.data.input_spec import InputSpec, input_spec_of
+from cenet.data.datasets import Encoded, InputSpec, Split, digest, input_spec_of
 from cenet.data.loaders import training_loader
 from cenet.data.order import seed_of
 from cenet.distributed import Processes
+from cenet.formatting import percent
 from cenet.nn import ce_layers
+from cenet.run_folder import LAMBDA
 from cenet.train.build import (
     autocast,
     build_loss,
     build_mixup,
-    build_network,
     check_size,
     synchronized,
 )
@@ -38,7 +39,7 @@ from cenet.train.evaluation import Tester
 from cenet.train.loop import Batch, Loop
 from cenet.train.options import Options
 from cenet.train.recipes import Recipe
-from cenet.train.weights import InitialWeights, load_initial_weights_
+from cenet.train.weights import InitialWeights, build_network, load_initial_weights_
 
 Step = Callable[[nn.Module], None]
 
@@ -185,11 +186,13 @@ class Trainer(Loop):
 
     @override
     def summary(self, sums: list[float]) -> dict[str, float]:
-        return {"train_top1": sums[1] / sums[2]}
+        mixing = mixing_ratios(self.network)
+        columns = {f"{LAMBDA}{name.removesuffix('.ce')}": mix for name, mix in mixing.items()}
+        return {"train_top1": sums[1] / sums[2], **columns}
 
     @override
     def note(self, sums: list[float]) -> str:
-        return f"top-1 {sums[1] / sums[2]:.2%}"
+        return f"top-1 {percent(sums[1] / sums[2], '.2f')}"
 
     @override
     def test(self) -> dict[str, Any]:
@@ -198,7 +201,8 @@ class Trainer(Loop):
     @override
     def line(self, row: dict[str, Any]) -> str:
         images = "held-out" if self.recipe.holdout > 0 else "test"
-        return f"{images} loss {row['test_loss']:.4f}, top-1 {row['test_top1']:.2%}"
+        top1 = percent(row["test_top1"], ".2f")
+        return f"{images} loss {row['test_loss']:.4f}, top-1 {top1}"
 
 
 def _network(

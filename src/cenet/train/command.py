@@ -13,6 +13,7 @@ import tyro
 import cenet.signals as signals
 from cenet.arguments import parse as arguments_of
 from cenet.distributed import is_first_process, rank
+from cenet.formatting import percent
 from cenet.signals import Interrupted
 from cenet.train.job import Job, train
 from cenet.train.nonfinite import DIVERGED, NonFiniteLoss
@@ -74,16 +75,14 @@ def run(job: Job) -> None:
         images, note = "test", ""
         if share := job.recipe.holdout:
             images, note = "held-out", f"of training images held out by --holdout {share:g}; "
-        columns = {
-            "test_top1": "top-1 {:.2%}",
-            "test_top5": "top-5 {:.2%}",
-            "test_loss": "loss {:.4f}",
+        columns: dict[str, Callable[[float], str]] = {
+            "test_top1": lambda value: f"top-1 {percent(value, '.2f')}",
+            "test_top5": lambda value: f"top-5 {percent(value, '.2f')}",
+            "test_loss": lambda value: f"loss {value:.4f}",
         }
         # a row of another version may have others
         known = [
-            words.format(row[name])
-            for name, words in columns.items()
-            if isinstance(row.get(name), float)
+            words(row[name]) for name, words in columns.items() if isinstance(row.get(name), float)
         ]
         found = f"{images} {', '.join(known)}; {note}" if known else ""
         print(f"epoch {row['epoch']}: {found}everything is in {job.options.out}")

@@ -6,8 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from cenet.data.datasets import Encoded, Resident
-from cenet.data.input_spec import InputSpec
+from cenet.data.datasets import Encoded, InputSpec, Resident
 from cenet.data.loaders import evaluation_batches
 from cenet.distributed import Processes, total
 from cenet.evaluating import evaluating, top_hits

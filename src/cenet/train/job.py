@@ -18,8 +18,7 @@ from cenet.data.datasets import load, load_test
 from cenet.data.order import Shard
 from cenet.run_folder import locked
 from cenet.train.options import Options, RunOptions
-from cenet.train.recipes import Recipe
-from cenet.train.run_log import read_run
+from cenet.train.recipes import Recipe, read_run
 from cenet.train.times import DATA, LIBRARIES, NETWORK, Clock
 
 if TYPE_CHECKING:

@@ -102,7 +102,7 @@ class Loop(RunState, ABC):
         """Stop the processes and threads that prepare batches."""
 
     def prepare(self) -> None:
-        """Do what can be done before the first step, such as compiling kernels."""
+        """Prepare the first step, for example by compiling kernels."""
 
     def watch(self) -> None:
         """Attach monitors to the network; called in the first process only."""

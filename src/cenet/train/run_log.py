@@ -1,4 +1,4 @@
-"""Write what a run is (run.json) and how it went (metrics, channels), and read its recipe back."""
+"""The log of a run: run.json with recipe and environment, and tables of metrics and channels."""
 
 import csv
 import io
@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from cenet.analysis.monitor import FIELDS, Values
-from cenet.data.input_spec import InputSpec
+from cenet.data.datasets import InputSpec
 from cenet.files import harmless, open_to_append, read_json, replace_file
 from cenet.run_folder import ABOUT, CHANNELS, METRICS, METRICS_CSV, read_metrics
-from cenet.train.training_recipe import R, TrainingRecipe
+from cenet.train.recipes import TrainingRecipe
 
 # columns that differ between two runs of the same recipe
 TIMES = ("seconds", "images_per_second")
@@ -144,21 +144,3 @@ def _step(row: dict[str, Any], path: Path) -> float:
         return int(row["step"])
     except (KeyError, ValueError) as error:
         raise ValueError(f"{path} is not of `cenet train --monitor-every`: {error!r}") from error
-
-
-def read_run(folder: Path, kind: type[R]) -> tuple[R, InputSpec]:
-    """Recipe and input spec of a run; ValueError if `folder` is no run of this kind of recipe."""
-    path = folder / ABOUT
-    if not path.is_file():
-        raise ValueError(f"{folder} is not a folder of `{kind.command}`: it has no {path.name}")
-    about = read_json(path)
-    try:
-        made = about["command"]
-        if made != kind.command:
-            raise ValueError(
-                f"{folder} is a run of `{made}`, not of `{kind.command}`; see "
-                f"`{str(made).removesuffix(' train')} --help`"
-            )
-        return kind.from_dict(about["recipe"]), InputSpec.from_dict(about["inputs"])
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not of this version of `{kind.command}`: {error!r}") from error

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 import cenet.train.checkpoint as checkpoint
 from cenet.checkpoints import load_state_
-from cenet.data.input_spec import InputSpec
+from cenet.data.datasets import InputSpec
 from cenet.data.order import Shard
 from cenet.data.sources import are_same_images
 from cenet.distributed import Processes, gathered, total
@@ -22,7 +22,7 @@ from cenet.train.build import build_optimizer, build_schedule
 from cenet.train.checkpoint import BackgroundWriter, Staging
 from cenet.train.cuda_graphs import side_stream
 from cenet.train.options import RunOptions
-from cenet.train.training_recipe import TrainingRecipe
+from cenet.train.recipes import TrainingRecipe
 
 
 @dataclass

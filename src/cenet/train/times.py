@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from cenet.formatting import percent
+
 # parts that end with the first step, in this order
 LIBRARIES, DATA, NETWORK, FIRST_STEP = "libraries", "data", "network", "first step"
 START = (LIBRARIES, DATA, NETWORK, FIRST_STEP)
@@ -69,7 +71,7 @@ def in_words(summary: dict[str, Any]) -> str:
     wall, spent = summary["wall_seconds"], summary["seconds"]
     parts = {"start": sum(spent[part] for part in START)}
     parts |= {part: spent[part] for part in (TRAINING, WAITING, TEST, SAVING)}
-    shares = ", ".join(f"{name} {seconds / wall:.0%}" for name, seconds in parts.items())
+    shares = ", ".join(f"{name} {percent(part / wall, '.0f')}" for name, part in parts.items())
     return (
         f"{summary['images']:,} images in {wall:.1f} s of wall time: "
         f"{summary['images_per_second']:,.0f} images/s ({shares})"

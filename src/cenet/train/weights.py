@@ -1,4 +1,4 @@
-"""Weights that a run writes at its end, and weights that a run starts from."""
+"""The network of a recipe or a run: built, and its weights written and read."""
 
 import json
 from pathlib import Path
@@ -9,14 +9,28 @@ from torch import Tensor, nn
 
 import cenet.train.checkpoint as checkpoint
 from cenet.checkpoints import SHOWN, digest, load_state_, read_state
-from cenet.data.input_spec import InputSpec
+from cenet.data.datasets import InputSpec
 from cenet.files import replace_file
+from cenet.models import create_model
 from cenet.nn import NormCE2d
 from cenet.run_folder import WEIGHTS
-from cenet.train.build import build_network
-from cenet.train.recipes import Recipe
-from cenet.train.run_log import read_run
-from cenet.train.training_recipe import TrainingRecipe
+from cenet.train.recipes import RD_RATIO, Recipe, TrainingRecipe, read_run
+
+
+def build_network(recipe: Recipe, inputs: InputSpec) -> nn.Module:
+    """The network of a recipe, for images and classes of this input spec."""
+    return create_model(
+        recipe.network,
+        None if recipe.block == "plain" else recipe.block,
+        norm=recipe.norm,
+        norm_places=recipe.norm_places,
+        ce_position=recipe.ce_position,
+        start=recipe.ce_start,
+        layer_args=None if recipe.rd_ratio == RD_RATIO else {"rd_ratio": recipe.rd_ratio},
+        act=None if recipe.act == "default" else recipe.act,
+        num_classes=len(inputs.classes),
+        in_chans=inputs.channels,
+    )
 
 
 def write_weights(

@@ -1,14 +1,25 @@
-"""Numbers, names and comparisons of runs as text."""
+"""Numbers, names and comparisons of runs as text, on the terminal and on pages."""
 
 import re
 from collections.abc import Mapping
+from typing import Literal
 
-from cenet.report.elements import Cell, Kind
+Kind = Literal["text", "number", "percent"]
+Cell = str | float | int | None
 
 MISSING = "–"
 NARROW = "\u202f"  # narrow no-break space
 LISTED = 4  # with more runs, a sentence names only the lowest and the highest
 LONGEST = 28  # characters of a name in a drawing
+
+
+def percent(share: float, form: str = ".1f", *, space: str = " ") -> str:
+    """A share of 1 as a percentage.
+
+    >>> percent(0.5844), percent(0.5844, ".2f")
+    ('58.4 %', '58.44 %')
+    """
+    return f"{100 * share:{form}}{space}%"
 
 
 def show(value: Cell, kind: Kind = "number", *, brief: bool = False) -> str:
@@ -18,7 +29,7 @@ def show(value: Cell, kind: Kind = "number", *, brief: bool = False) -> str:
     if isinstance(value, str):
         return value
     if kind == "percent":
-        return f"{100 * value:.{1 if brief else 2}f}{NARROW}%"
+        return percent(value, ".1f" if brief else ".2f", space=NARROW)
     if isinstance(value, int):
         return f"{value:,}".replace(",", NARROW)
     return f"{value:#.{3 if brief else 4}g}".removesuffix(".")
