@@ -34,6 +34,7 @@ from cenet import (
 )
 from cenet.nn import ce_layers
 from cenet.nn.ranks import SyncGroup
+from cenet.nn.statistics import Layout, merge
 from cenet.nn.sync import sync_bytes
 
 EXACT = RTOL[torch.float64]
@@ -462,3 +463,15 @@ def test_bytes_leave_out_frozen_layers():
     both = sync_bytes(module)
     module[0].freeze()
     assert sync_bytes(module) == both // 2
+
+
+def test_the_mean_of_all_ranks_does_not_depend_on_the_center_of_one():
+    """It enters running statistics, which must stay equal bit for bit."""
+    layout = Layout(24, 16, pool=1, norm=True, instance=True)
+    generator = torch.Generator().manual_seed(0)
+    messages = torch.rand(3, layout.size(), generator=generator)
+    centers = 1e3 * torch.rand(2, 24, generator=generator)
+    alone, *others = (merge(messages, layout, c) for c in (None, *centers))
+    for center, found in zip(centers, others, strict=True):
+        assert torch.equal(found.mean, alone.mean)
+        assert torch.equal(found.centered_mean, alone.mean - center)

@@ -169,7 +169,7 @@ class EquilibriumLayer(nn.Module):
         ranks = self.ranks()
         if ranks is None:
             assert moments is not None
-            return of_rank(moments, instance_var, norm=norm)
+            return of_rank(moments, center, instance_var, norm=norm)
         layout = self.layout(norm=norm)
         told = message(x, moments, center, instance_var, layout)
         return merge(gather(told, ranks), layout, center)

@@ -102,16 +102,17 @@ def affine(
     Args:
         norm: a batch norm.
         x: a tensor of the input's dtype, device and channels.
-        statistics: of the batch, the mean relative to `center`; None for the running ones.
+        statistics: of the batch; None for the running ones.
         center: (C,); None for zero.
     """
     if statistics is not None:
-        mean, var = statistics.mean, statistics.var
+        mean, var = statistics.centered_mean, statistics.var
+        assert statistics.mean is not None
         assert mean is not None
         assert var is not None
         if norm.training and norm.track_running_stats and norm.running_mean is not None:
             averages = [
-                (norm.running_mean, statistics.counted(mean if center is None else mean + center)),
+                (norm.running_mean, statistics.counted(statistics.mean)),
                 (norm.running_var, statistics.counted(statistics.unbiased_var())),
             ]
             seen = norm.num_batches_tracked

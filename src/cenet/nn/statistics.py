@@ -16,7 +16,8 @@ from cenet import functional as F
 class Statistics(NamedTuple):
     """Statistics of a batch for a training step; None where the layer does not need them."""
 
-    mean: Tensor | None  # (C,), for the norm, relative to the center that images were given
+    mean: Tensor | None  # (C,), for the norm, the same on all ranks
+    centered_mean: Tensor | None  # (C,), less the center of this rank's images
     var: Tensor | None  # (C,), biased, for the norm
     cov: Tensor | None  # (G, K, K)
     instance_var: Tensor | None  # (N, C), or its mean over images (C,)
@@ -67,11 +68,14 @@ class Layout(NamedTuple):
         return sum(prod(shape) for shape in self.shapes().values())
 
 
-def of_rank(moments: F.Moments, instance_var: Tensor | None, *, norm: bool) -> Statistics:
+def of_rank(
+    moments: F.Moments, center: Tensor | None, instance_var: Tensor | None, *, norm: bool
+) -> Statistics:
     """Statistics of the images that were measured."""
     mean, var = _mean_and_var(moments) if norm else (None, None)
+    whole = mean if mean is None or center is None else mean + center
     pixels = moments.mean.shape[0] * moments.pixels
-    return Statistics(mean, var, moments.cov, instance_var, pixels)
+    return Statistics(whole, mean, var, moments.cov, instance_var, pixels)
 
 
 def message(
@@ -112,7 +116,7 @@ def message(
 def merge(messages: Tensor, layout: Layout, center: Tensor | None = None) -> Statistics:
     """Statistics of the images of all ranks together, from their messages (R, b).
 
-    The mean is relative to `center`, that of the rank that asks.
+    `center` is that of the images of this rank.
     """
     shapes = layout.shapes()
     sizes = [prod(shape) for shape in shapes.values()]
@@ -130,9 +134,8 @@ def merge(messages: Tensor, layout: Layout, center: Tensor | None = None) -> Sta
         var = _average(parts["var"], pixels) + spread.square().sum(0)
     if layout.instance:
         instance_var = _average(parts["instance_var"], samples)
-    if mean is not None and center is not None:
-        mean = mean - center
-    return Statistics(mean, var, cov, instance_var, pixels.sum())
+    centered_mean = mean if mean is None or center is None else mean - center
+    return Statistics(mean, centered_mean, var, cov, instance_var, pixels.sum())
 
 
 def _mean_and_var(moments: F.Moments) -> tuple[Tensor, Tensor]:
