@@ -9,6 +9,7 @@ import shutil
 import signal
 import threading
 import time
+import traceback
 from dataclasses import replace
 
 import pytest
@@ -161,6 +162,8 @@ def kill_while_saving(body, in_flight, delay):
     if child == 0:
         try:
             body()
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(3)
     while not in_flight():

@@ -136,9 +136,15 @@ def test_a_run_is_what_its_recipe_says(name, tmp_path):
     """Schedule, accumulation, clipping, smoothing, mixup, averaging and metrics, against a loop
     that has none of the engine's code."""
     recipe = replace(TINY, **BY_HAND[name])
-    weights, rows = by_hand(recipe, few_digits())
-    trainer(recipe, tmp_path, few_digits()).run()
+    data = few_digits()
+    weights, rows = by_hand(recipe, data)
+    trainer(recipe, tmp_path, data).run()
+    # in half precision, rounding may decide about an image
+    image = 0 if recipe.precision == "float32" else 1 / len(data.test.labels)
     for found, expected in zip(metrics(tmp_path), rows, strict=True):
+        for column in ("test_top1", "test_top5"):
+            assert found[column] == pytest.approx(expected.pop(column), abs=image + 1e-6)
+            del found[column]
         assert found == pytest.approx(expected, rel=1e-4)
     final = load_file(tmp_path / WEIGHTS)
     assert final.keys() == weights.keys()
