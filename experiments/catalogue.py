@@ -307,6 +307,14 @@ OURS: tuple[Result, ...] = (
         )
         for title, network in RESNETS
     ),
+    sweep(
+        "dormant_rates", "Dormant channels at equal settings: ResNet-18, Tiny ImageNet-100",
+        "does CE, one of its branches, or the learning rate leave channels dormant?",
+        [(label, f"tiny_resnet18_{row}") for label, row in BRANCHES if label != "SE"],
+        "lr", (0.1, 0.2),
+        (("top-1", "top1"), ("dormant", "dormant"), ("prunable", "prunable")),
+        seeds=3, weight_decay=2.5e-3,
+    ),
     mixing(
         "fig_lambda", "λ of CE by layer, and while networks train",
         "how much does CE take from the batch (λ), and how much from the image (1 − λ)?",

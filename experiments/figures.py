@@ -94,13 +94,14 @@ def _ablation(compared: Sequence[tuple[str, tuple[Run, ...]]], rows: Rows) -> Bu
 
 def sweep(
     name: str, title: str, claim: str, compared: Labelled, field: str, values: Sequence[Any],
-    columns: Labelled,
+    columns: Labelled, seeds: int = 1, **fixed: Any,
 ) -> Result:  # fmt: skip
-    """Columns of the rows against a field of the recipe."""
+    """Columns of the rows against a field of the recipe, of which others may be fixed."""
     found = tuple(
-        (label, tuple((value, tuple(runs(recipe, **{field: value}))) for value in values))
+        (label, tuple((value, tuple(runs(recipe, seeds, **fixed, **{field: value})))
+                      for value in values))
         for label, recipe in compared
-    )
+    )  # fmt: skip
     needs = tuple(run for _, points in found for _, own in points for run in own)
     return Result(name, title, claim, needs, partial(_sweep, found, field, columns))
 

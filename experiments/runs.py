@@ -222,7 +222,7 @@ class LastingRun(Run):
 
 
 def runs(recipe: str, seeds: int = 1, *, watched: bool = False, **changes: Any) -> list[Run]:
-    """One run for each seed; a change that changes nothing is none, so that runs are shared."""
+    """One run for each seed, named by its changes: those that change nothing are left out."""
     base = RECIPES[recipe]
     changes = {name: value for name, value in changes.items() if value != getattr(base, name)}
-    return [Run(recipe, seed, tuple(changes.items()), watched) for seed in range(seeds)]
+    return [Run(recipe, seed, tuple(sorted(changes.items())), watched) for seed in range(seeds)]

@@ -188,15 +188,15 @@ def _settings(lines: Sequence[Line], grid: Grid, rows: Rows) -> Built:
     searches = {line: grid.search(line.recipe, rows) for line in lines}
     table = []
     for network in dict.fromkeys(line.network for line in lines):
-        own = {line.label: found for line, found in searches.items() if line.network == network}
+        own = {line: found for line, found in searches.items() if line.network == network}
         tried = {setting for found in own.values() for setting in found.accuracies}
         for setting in sorted({*grid.settings, *tried}):
             cells = {"network": network}
             cells |= {_text(field): f"{value:g}" for field, value in setting}
-            for label, found in own.items():
-                top1 = found.accuracies.get(setting)
-                text = "not run" if top1 is None else f"{100 * top1:.2f} %"
-                column = f"held-out top-1, {label}"
+            for line, found in own.items():
+                top1 = rows.values([_trial(line.recipe, setting)], "top1", "trials")
+                text = f"{100 * top1[0]:.2f} %" if top1 else "not run"
+                column = f"held-out top-1, {line.label}"
                 cells[column] = f"**{text}**" if setting == found.best else text
             table.append(cells)
     return Built(table)
