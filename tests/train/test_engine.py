@@ -115,7 +115,12 @@ def by_hand(recipe, data):
         average.eval()
         with torch.no_grad(), torch.autocast("cpu", dtype or torch.bfloat16, enabled=bool(dtype)):
             logits = average(test_x).float()
-        places = (logits > logits.gather(1, data.test.labels[:, None])).sum(1)
+        own = logits.gather(1, data.test.labels[:, None])
+        before, after = (logits > own).sum(1), (logits < own).sum(1)
+        # half precision has equal logits: any of the classes that share a place may have it
+        assert recipe.precision != "float32" or (before + after == 9).all()
+        hits = {k: [(place < k).double().mean().item() for place in (9 - after, before)]
+                for k in (1, 5)}  # fmt: skip
         rows.append({
             "epoch": epoch + 1,
             "updates": updates,
@@ -125,8 +130,7 @@ def by_hand(recipe, data):
             **{f"lambda/{name.removesuffix('.ce.mix_logit')}": 1 / (1 + math.exp(-value.item()))
                for name, value in network.state_dict().items() if "mix_logit" in name},
             "test_loss": nn.functional.cross_entropy(logits, data.test.labels).item(),
-            "test_top1": (places < 1).double().mean().item(),
-            "test_top5": (places < 5).double().mean().item(),
+            **{f"test_top{k}": bounds for k, bounds in hits.items()},
         })  # fmt: skip
     return average.state_dict(), rows
 
@@ -139,12 +143,10 @@ def test_a_run_is_what_its_recipe_says(name, tmp_path):
     data = few_digits()
     weights, rows = by_hand(recipe, data)
     trainer(recipe, tmp_path, data).run()
-    # in half precision, rounding may decide about an image
-    image = 0 if recipe.precision == "float32" else 1 / len(data.test.labels)
     for found, expected in zip(metrics(tmp_path), rows, strict=True):
         for column in ("test_top1", "test_top5"):
-            assert found[column] == pytest.approx(expected.pop(column), abs=image + 1e-6)
-            del found[column]
+            fewest, most = expected.pop(column)
+            assert fewest <= found.pop(column) <= most
         assert found == pytest.approx(expected, rel=1e-4)
     final = load_file(tmp_path / WEIGHTS)
     assert final.keys() == weights.keys()
