@@ -214,6 +214,7 @@ def test_json_nested_too_deeply_is_one_clear_error(tmp_path):
     ("cell", "written"),
     [
         ("=1+1", "'=1+1"), ("+a", "'+a"), ("-a", "'-a"), ("@a", "'@a"), ("\t=1", "'\t=1"),
+        ("\r=1", "'\r=1"),
         ("-0.5", "-0.5"), ("-inf", "-inf"), (-0.5, -0.5), ("a=b", "a=b"), ("", ""), (None, None),
     ],
 )  # fmt: skip
