@@ -19,15 +19,17 @@ from _disks import file_size_limit, files_in, fill, small_disk
 from _training import TINY, call, few_digits, trainer
 from cenet.analysis.diagnosis import FILE, Diagnosis
 from cenet.checkpoints import read_state
-from cenet.data.datasets import find_part
+from cenet.data.datasets import find_part, input_spec_of
 from cenet.data.decoding import decode
 from cenet.data.sources import Folder
 from cenet.detection.job import write_left_out
 from cenet.export import export_folded, write_onnx
 from cenet.files import harmless, open_to_append, read_json, replace_file, replacing
 from cenet.models import create_model
-from cenet.run_folder import CHANNELS, LOCK, METRICS_CSV, locked, read_metrics
-from cenet.train import checkpoint
+from cenet.report.elements import Column, Table
+from cenet.report.pages import table_csv
+from cenet.run_folder import CHANNELS, LOCK, METRICS, METRICS_CSV, locked, read_metrics
+from cenet.train import RECIPES, checkpoint
 from cenet.train.run_log import RunLog
 
 
@@ -231,6 +233,22 @@ def test_tables_of_a_run_hold_no_formulas(tmp_path):
     log.add_channels(3, {"=layer": {}})
     assert (tmp_path / METRICS_CSV).read_text() == "epoch,'=name,loss\n1,'@value,-0.5\n"
     assert "3,'=layer," in (tmp_path / CHANNELS).read_text()
+
+
+def test_tables_of_a_page_hold_no_formulas():
+    table = Table((Column("=name"), Column("share")), (("@layer", -0.5),))
+    assert table_csv(table) == "'=name,share\n'@layer,-0.5\n"
+
+
+def test_rows_that_a_resumed_run_writes_again_are_removed(tmp_path):
+    log = RunLog(tmp_path)
+    for epoch in (1, 2, 3):
+        log.add({"epoch": epoch})
+    recipe, inputs = RECIPES["digits_ce"], input_spec_of(few_digits().train)
+    log = RunLog(tmp_path)
+    log.begin(recipe, inputs, {}, after=2, updates=20, tested_on="test")
+    log.end()
+    assert [row["epoch"] for row in read_metrics(tmp_path / METRICS)] == [1, 2]
 
 
 def test_a_network_is_exported_whole_or_not_at_all(tmp_path):
