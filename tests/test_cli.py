@@ -1,9 +1,11 @@
 """The command line as a user meets it."""
 
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import nullcontext
 import errno
 import io
 import os
-from contextlib import contextmanager, nullcontext, redirect_stdout
+import sys
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ import torch
 import cenet
 from _training import call
 from cenet.analysis import inhibited_ratio
-from cenet.arguments import without_frame
+from cenet.arguments import run_command, without_frame
 
 
 @pytest.fixture
@@ -138,6 +140,19 @@ def test_the_frame_of_an_explanation_is_taken_off():
     for lines in (framed, plain):
         assert without_frame("\n".join(lines)) == "Error: 3; see `cenet x --help`"
     assert without_frame("something else\n") == "something else"
+
+
+def test_a_command_speaks_while_it_runs(monkeypatch, capsys):
+    """Only what is said about its arguments is put into one line."""
+    said = []
+
+    def warn():
+        print("│ a warning of the command │", file=sys.stderr)
+        said.append(capsys.readouterr().err)
+
+    monkeypatch.setattr(sys, "argv", ["cenet", "warn"])
+    run_command({"warn": warn, "other": print})
+    assert said == ["│ a warning of the command │\n"]
 
 
 def test_all_that_is_missing_is_explained(monkeypatch, capsys):

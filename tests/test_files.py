@@ -19,15 +19,17 @@ from _disks import file_size_limit, files_in, fill, small_disk
 from _training import TINY, call, few_digits, trainer
 from cenet.analysis.diagnosis import FILE, Diagnosis
 from cenet.checkpoints import read_state
-from cenet.data.datasets import find_part
+from cenet.data.datasets import find_part, input_spec_of
 from cenet.data.decoding import decode
 from cenet.data.sources import Folder
 from cenet.detection.job import write_left_out
 from cenet.export import export_folded, write_onnx
 from cenet.files import harmless, open_to_append, read_json, replace_file, replacing
 from cenet.models import create_model
-from cenet.run_folder import CHANNELS, LOCK, METRICS_CSV, locked, read_metrics
-from cenet.train import checkpoint
+from cenet.report.elements import Column, Table
+from cenet.report.pages import table_csv
+from cenet.run_folder import CHANNELS, LOCK, METRICS, METRICS_CSV, locked, read_metrics
+from cenet.train import RECIPES, checkpoint
 from cenet.train.run_log import RunLog
 
 
@@ -76,8 +78,33 @@ def test_several_files_change_together(tmp_path):
     assert files_in(tmp_path) == before
 
 
+def test_new_files_are_on_the_disk_before_they_replace_the_old_ones(tmp_path, monkeypatch):
+    done = []
+    sync, move = os.fsync, os.replace
+
+    def fsync(file):
+        done.append(("sync", os.fstat(file).st_ino))
+        sync(file)
+
+    def replace_(source, target):
+        done.append(("replace", os.stat(source).st_ino))
+        move(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace_)
+    paths = [tmp_path / "a", tmp_path / "b"]
+    with replacing(*paths) as room:
+        for path in paths:
+            (room / path.name).write_bytes(b"new")
+    a, b, folder = (path.stat().st_ino for path in (*paths, tmp_path))
+    first, second = [("sync", a), ("sync", b)], [("replace", a), ("replace", b)]
+    assert done == [*first, *second, ("sync", folder)]
+
+
 def test_only_this_user_sees_a_file_that_is_being_written(tmp_path):
     with replacing(tmp_path / "file") as room:
+        assert room.parent == tmp_path  # on another disk, it could not replace the file at once
+        assert room.name.startswith(".file.")
         assert stat.S_IMODE(room.stat().st_mode) == 0o700
         (room / "file").touch()
     os.umask(mask := os.umask(0))
@@ -89,6 +116,8 @@ def test_a_device_or_a_pipe_is_not_replaced(tmp_path):
     for path in (tmp_path / "pipe", tmp_path):
         with pytest.raises(OSError, match="not a regular file"):
             replace_file(path, b"new")
+        with pytest.raises(OSError, match="not a regular file"), replacing(tmp_path / "a", path):
+            pytest.fail("the second path was not looked at")
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
 
 
@@ -108,6 +137,26 @@ def test_a_planted_link_is_not_followed(tmp_path):
     (folder / LOCK).unlink()
     with locked(folder), pytest.raises(ValueError, match="another process is writing"):
         in_another_process(lambda: locked(folder).__enter__())
+
+
+def test_a_link_that_is_planted_at_the_last_moment_is_not_followed(tmp_path, monkeypatch):
+    """After it was looked for: the system refuses to open it."""
+    victim, planted = tmp_path / "victim", tmp_path / "file"
+    victim.write_text("of somebody else")
+    planted.symlink_to(victim)
+    monkeypatch.setattr(Path, "is_symlink", lambda path: False)
+    with pytest.raises(OSError, match="symbolic link"):
+        open_to_append(planted)
+    assert victim.read_text() == "of somebody else"
+
+
+def test_text_is_added_at_the_end(tmp_path):
+    for line in ("one\n", "two\n"):
+        with open_to_append(tmp_path / "file") as file:
+            file.write(line)
+    assert (tmp_path / "file").read_bytes() == b"one\ntwo\n"
+    os.umask(mask := os.umask(0))
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o666 & ~mask
 
 
 def in_another_process(function):
@@ -142,6 +191,8 @@ def test_a_pipe_is_not_waited_for(tmp_path, monkeypatch):
     for name, read in reads.items():
         with pytest.raises(ValueError, match=r"not a (regular )?file"):
             pytest.fail(f"{name}: {read()}")
+    with pytest.raises(OSError, match="not a regular file"):
+        open_to_append(pipe)
     shard = tmp_path / "data" / "train-0.tar"
     shard.parent.mkdir()
     os.mkfifo(shard)
@@ -165,6 +216,7 @@ def test_json_nested_too_deeply_is_one_clear_error(tmp_path):
     ("cell", "written"),
     [
         ("=1+1", "'=1+1"), ("+a", "'+a"), ("-a", "'-a"), ("@a", "'@a"), ("\t=1", "'\t=1"),
+        ("\r=1", "'\r=1"),
         ("-0.5", "-0.5"), ("-inf", "-inf"), (-0.5, -0.5), ("a=b", "a=b"), ("", ""), (None, None),
     ],
 )  # fmt: skip
@@ -181,6 +233,22 @@ def test_tables_of_a_run_hold_no_formulas(tmp_path):
     log.add_channels(3, {"=layer": {}})
     assert (tmp_path / METRICS_CSV).read_text() == "epoch,'=name,loss\n1,'@value,-0.5\n"
     assert "3,'=layer," in (tmp_path / CHANNELS).read_text()
+
+
+def test_tables_of_a_page_hold_no_formulas():
+    table = Table((Column("=name"), Column("share")), (("@layer", -0.5),))
+    assert table_csv(table) == "'=name,share\n'@layer,-0.5\n"
+
+
+def test_rows_that_a_resumed_run_writes_again_are_removed(tmp_path):
+    log = RunLog(tmp_path)
+    for epoch in (1, 2, 3):
+        log.add({"epoch": epoch})
+    recipe, inputs = RECIPES["digits_ce"], input_spec_of(few_digits().train)
+    log = RunLog(tmp_path)
+    log.begin(recipe, inputs, {}, after=2, updates=20, tested_on="test")
+    log.end()
+    assert [row["epoch"] for row in read_metrics(tmp_path / METRICS)] == [1, 2]
 
 
 def test_a_network_is_exported_whole_or_not_at_all(tmp_path):

@@ -19,7 +19,7 @@ SOURCE = ROOT / "src" / "cenet"
 
 # a module may import from its own level's earlier names and from lower levels, never upwards
 LEVELS = [
-    ("version", "extras", "files", "functional", "formatting"),
+    ("version", "extras", "files", "internals", "functional", "formatting"),
     (
         *("kernels", "kernels.call", "kernels.launch", "kernels.tiles", "kernels.pooling"),
         *("kernels.moments", "kernels.norm", "kernels.decorrelation", "kernels.averages"),

@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, linear, max_pool2d, pad
 
+from cenet.internals import unsafe_view
+
 # Σ + (RIDGE · tr Σ / K + RIDGE_FLOOR) · I: relative, so that weak channels keep their correlations;
 # the floor only decides what happens when a whole group is zero
 RIDGE = 1e-5
@@ -181,9 +183,17 @@ class _Moments(torch.autograd.Function):
         d = 2 / (height * width) * grad_var
         distance = grouped(_from_batch_mean(offset, mean) - mean, ctx.group_size)  # (N, G, K)
         c = grad_mean / (height * width) - d * mean
-        c = c + (P @ distance[..., None]).flatten(1)[:, :channels]
+        c = c + _of_each_image(P, distance)[:, :channels]
         # not through its decorator: dynamo cannot follow a change of autocast inside a backward
         return mix.__wrapped__(values, P, d, c), None, None  # type: ignore[attr-defined]
+
+
+def _of_each_image(matrix: Tensor, vectors: Tensor) -> Tensor:
+    """Matrices of groups (G, K, K) times vectors of images (N, G, K), as (N, G · K).
+
+    The images are the rows of one product per group: one product per image would be slower.
+    """
+    return (vectors.transpose(0, 1) @ matrix.mT).transpose(0, 1).flatten(1)
 
 
 def _from_batch_mean(offset: Tensor, mean: Tensor) -> Tensor:
@@ -343,8 +353,7 @@ def coefficients(
         group_size = inv_sqrt.shape[-1]
         weighted = inv_sqrt if lam is None else lam * inv_sqrt
         matrix = weighted * grouped(scale, group_size)[:, None, :]
-        shifted = weighted @ grouped(shift, group_size)[..., None]
-        c = c + shifted.flatten(1)[:, : scale.numel()]
+        c = c + _of_each_image(weighted, grouped(shift, group_size))[:, : scale.numel()]
     if gain is not None:
         weighted = gain if lam is None else (1 - lam) * gain
         d = weighted * scale
@@ -376,7 +385,7 @@ def mix(x: Tensor, P: Tensor | None, d: Tensor | None, c: Tensor) -> Tensor:
     )
     # not a view to autograd, so that a residual block may add to it in place at no cost
     shape = [n, groups * group_size, height, width]
-    y = cast(Tensor, torch.ops.aten._unsafe_view(y, shape)).to(x.dtype)
+    y = cast(Tensor, unsafe_view(y, shape)).to(x.dtype)
     if groups * group_size != channels:
         y = y[:, :channels]
     return in_layout_of(x, y)

@@ -21,9 +21,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._guards import detect_fake_mode
 
 from cenet import functional as F
+from cenet.internals import below_autograd, detect_fake_mode, increment_version, is_exporting
 from cenet.kernels.call import (
     ABSENT,
     BATCH,
@@ -108,8 +108,7 @@ def _why_not(x: Tensor, tensors: Sequence[Tensor | None], group_size: int) -> st
         return f"group_size={group_size} is more than {LARGEST_GROUP}"
     if x.numel() == 0:
         return "the batch is empty"
-    # torch.compiler.is_exporting() is true under torch.compile too in some releases
-    if getattr(torch.compiler, "_is_exporting_flag", False):
+    if is_exporting():
         return "an exported program must not depend on them"
     return None
 
@@ -132,7 +131,7 @@ def _norm_ce(*args: Any) -> tuple[Tensor, Tensor]:
     call = NormCECall.without_gaps(args)
     moved = [average for average in call.averages() if average is not None]
     if moved:
-        torch.autograd.graph.increment_version(moved)
+        increment_version(moved)
     with _device_of(call.x):
         return layer.forward(call)
 
@@ -194,7 +193,7 @@ class _NormCE(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
         call: NormCECall = args[-1]
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             y, state = norm_ce(*call)
         ctx.has_residual = call.residual is not None
         # with a residual, the sign of the activation's argument cannot be recomputed from x
@@ -251,7 +250,7 @@ def _through_activation(grad: Tensor, y: Tensor, act: str, slope: float) -> Tens
 class _NoSecondDerivative(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return norm_ce_backward(*args)
 
     @staticmethod
@@ -264,7 +263,7 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 def _autograd_norm_ce(*args: Any) -> Any:
     if not _wants_gradients(args):
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return norm_ce(*args)
     call = NormCECall._make(args)
     return _NormCE.apply(call.x, call.residual, *call.parameters(), call)
@@ -273,7 +272,7 @@ def _autograd_norm_ce(*args: Any) -> Any:
 def _autograd_norm_ce_backward(*args: Any) -> Any:
     if _wants_gradients(args):
         return _NoSecondDerivative.apply(*args)
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         return norm_ce_backward(*args)
 
 
@@ -285,7 +284,7 @@ def _wants_gradients(args: Sequence[Any]) -> bool:
 def _refuse_gradients(*args: Any) -> Any:
     if _wants_gradients(args):
         raise RuntimeError("cenet::folded_ce has no gradient; call it under torch.no_grad()")
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         return folded_ce(*args)
 
 
