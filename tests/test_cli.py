@@ -94,9 +94,9 @@ def test_the_frame_of_an_explanation_is_taken_off():
 
 def test_all_that_is_missing_is_explained(monkeypatch, capsys):
     with pytest.raises(SystemExit):
-        call(monkeypatch, "export", "cevgg16")
+        call(monkeypatch, "export")
     said = capsys.readouterr().err
-    assert "CKPT" in said
+    assert "RUN|MODEL" in said
     assert "--out PATH" in said
 
 
