@@ -142,13 +142,15 @@ def without_ce(model):
 
 
 @pytest.mark.parametrize("kind", NETWORKS)
-def test_timms_own_functions_write_what_timm_reads(kind, tmp_path):
+def test_timms_own_functions_write_what_cenet_writes(kind, tmp_path):
     model = step(NETWORKS[kind]())
-    save_for_hf(model, tmp_path, safe_serialization=True)
-    for again in (loaded_by_timm(tmp_path), cenet.load(tmp_path)):
-        assert torch.equal(again(IMAGES), model(IMAGES))
-        assert ce_settings(again) == ce_settings(model)
-        assert again.pretrained_cfg["architecture"] == model.pretrained_cfg["architecture"]
+    save_for_hf(model, tmp_path / "timm", safe_serialization=True)
+    cenet.save(model, tmp_path / "cenet")
+    for folder in (tmp_path / "timm", tmp_path / "cenet"):
+        for again in (loaded_by_timm(folder), cenet.load(folder)):
+            assert torch.equal(again(IMAGES), model(IMAGES))
+            assert ce_settings(again) == ce_settings(model)
+            assert again.pretrained_cfg["architecture"] == model.pretrained_cfg["architecture"]
 
 
 class Hub:
@@ -267,7 +269,7 @@ def edit(folder, change):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda args: args["network_args"].update(checkpoint_path="exploding.pth"),
+        lambda args: args["network_args"].update(checkpoint_path="others.pth"),
         lambda args: args["network_args"].update(pretrained=True),
         lambda args: args.update(network="exploding:Network"),
         lambda args: args.update(network="hf-hub:somebody/network"),
@@ -284,8 +286,8 @@ def edit(folder, change):
 def test_an_edited_folder_runs_nothing_and_is_one_error(change, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    for name in ("exploding.py", "exploding.pth"):
-        Path(name).write_text("from pathlib import Path; Path('exploded').touch()")
+    Path("exploding.py").write_text("from pathlib import Path; Path('exploded').touch()")
+    torch.save(stock("test_resnet", num_classes=7).state_dict(), "others.pth")
     cenet.save(with_ce("test_resnet"), "folder")
     edit(tmp_path / "folder", change)
     with pytest.raises(ValueError, match="folder") as error:
