@@ -76,7 +76,8 @@ def insert_ce_(
     The weights stay, and a checkpoint of the original network still loads: only `.ce.` keys are
     missing. Build the optimizer afterwards, so that it sees the new parameters. A norm whose weight
     is all zero (zero-initialised residual branches) leaves CE nothing to work
-    on: its weight is set to one, with a warning, unless `start="identity"`.
+    on: its weight is set to one, with a warning, unless `start="identity"`. A network of timm is
+    told, so that timm saves it with CE: `pretrained_cfg["architecture"]` becomes "with_ce".
 
     Args:
         model: a network whose norms are modules over (N, C, H, W).
