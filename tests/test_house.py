@@ -19,7 +19,7 @@ SOURCE = ROOT / "src" / "cenet"
 
 # a module may import from its own level's earlier names and from lower levels, never upwards
 LEVELS = [
-    ("version", "extras", "files", "internals", "functional", "formatting"),
+    ("version", "extras", "files", "run_folder", "internals", "functional", "formatting"),
     (
         *("kernels", "kernels.call", "kernels.launch", "kernels.tiles", "kernels.pooling"),
         *("kernels.moments", "kernels.norm", "kernels.decorrelation", "kernels.averages"),
@@ -49,17 +49,15 @@ LEVELS = [
         "folding",
         "checkpoints",
         "calibration",
-        "export",
         "lightning",
     ),
     (
         *("models.staged", "models.factory", "models.released"),
-        *("models.entrypoints", "models", "models.cost", "models.lookup"),
+        *("models.entrypoints", "models.lookup", "models.inserted", "models", "models.cost"),
     ),
     (
         *(
             "environment",
-            "run_folder",
             "analysis.channels",
             "analysis.readers",
             "analysis.activations",
@@ -87,6 +85,7 @@ LEVELS = [
         *("train.loop", "train.classifier", "train.job", "train.command"),
         "train",
     ),
+    ("sharing", "export"),
     (*("diagnosing", "diagnosing.images", "diagnosing.network", "diagnosing.command"),),
     (
         *("report.elements", "report.sources", "report.charts"),
@@ -121,9 +120,11 @@ PUBLIC = {
     "freeze_ce_",
     "functional",
     "insert_ce_",
+    "load",
     "load_released_ce_",
     "remove_ce_",
     "revert_sync_ce",
+    "save",
     "unfreeze_ce_",
     "update_ce_stats",
 }

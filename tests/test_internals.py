@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import timm
 import torch
 import triton
 from torch import nn
@@ -29,6 +30,8 @@ ALLOWED = {
     "_backward_hooks": "the same",
     "_backward_pre_hooks": "the same",
     "_base": "documented with views",
+    "_metadata": "of state dicts: asked for with a default",
+    "_model_args": "of timm's networks: asked for with a default, and set for timm to read",
     "_orig_mod": "part of keys in checkpoints; without it, nothing is taken for compiled",
     "_compiled_call_impl": "asked for with a default; without it, nothing is taken for compiled",
     "_exit": "documented, of os",
@@ -150,6 +153,15 @@ def test_kernels_that_cannot_be_compiled_in_advance_are_named(monkeypatch):
     wanted = rf"^triton {re.escape(triton.__version__)} has no JITFunction.warmup; set CENET_BACKEN"
     with pytest.raises(RuntimeError, match=wanted):
         internals.triton_warmup()(None, grid=(1,))
+
+
+def test_timm_without_its_config_writer(monkeypatch):
+    writer = internals.timm_config_writer()
+    assert writer.__name__ == "save_config_for_hf"
+    monkeypatch.delattr(timm.models._hub, "save_config_for_hf")
+    wanted = r"^timm .* has no timm\.models\._hub\.save_config_for_hf; save model\.state_dict\(\)"
+    with pytest.raises(RuntimeError, match=wanted):
+        internals.timm_config_writer()(None, "config.json")
 
 
 def test_without_triton_nothing_is_looked_up(monkeypatch):

@@ -13,6 +13,7 @@ from cenet.nn import (
     convert_sync_ce,
     revert_sync_ce,
 )
+from cenet.sharing import load, save
 from cenet.surgery import CESite, ce_sites, freeze_ce_, insert_ce_, remove_ce_, unfreeze_ce_
 from cenet.version import VERSION
 
@@ -32,9 +33,11 @@ __all__ = [
     "freeze_ce_",
     "functional",
     "insert_ce_",
+    "load",
     "load_released_ce_",
     "remove_ce_",
     "revert_sync_ce",
+    "save",
     "unfreeze_ce_",
     "update_ce_stats",
 ]

@@ -1,6 +1,7 @@
 """Foreign checkpoints: files, and the layout of the authors' released CE layer."""
 
 import json
+from collections import OrderedDict
 from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
@@ -120,8 +121,8 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
     from safetensors import safe_open
 
+    about = read_header(path)
     with safe_open(path, framework="pt") as file:
-        about = json.loads((file.metadata() or {}).get("cenet", "{}"))
         state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     # files of others have none
     if about.get("digest", whole := digest(state, "")) != whole:
@@ -129,9 +130,20 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
     return state
 
 
+def read_header(path: Path) -> dict[str, Any]:
+    """What cenet wrote about the tensors of a file into its header; empty for files of others."""
+    from safetensors import safe_open
+
+    if path.suffix != ".safetensors":
+        return {}
+    with safe_open(path, framework="pt") as file:
+        about: dict[str, Any] = json.loads((file.metadata() or {}).get("cenet", "{}"))
+    return about
+
+
 def load_state_(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Load a state dict, in place; ValueError that says what does not fit."""
-    own, state = module.state_dict(), dict(state)
+    own, state = module.state_dict(), OrderedDict(state)
     for name, layer in module.named_modules(remove_duplicate=False):
         if isinstance(layer, InstanceReweighting2d):
             layer.upgrade_state_(state, f"{name}." if name else "")
@@ -151,6 +163,8 @@ def load_state_(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     ]
     if found:
         raise ValueError(f"these weights are of another network: {', '.join(found)}")
+    # versions of the layout, which files do not keep and torchvision's MNASNet asks for
+    state._metadata = getattr(own, "_metadata", {})  # type: ignore[attr-defined]
     module.load_state_dict(state)
 
 

@@ -4,7 +4,7 @@ import signal
 import sys
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from cenet.extras import MissingExtraError, require
 
@@ -73,45 +73,40 @@ def models() -> None:
 
 
 def export(
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")],
-    checkpoint: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CKPT")],
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|MODEL")],
+    checkpoint: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="CKPT")] = None,
+    *,
     out: Path,
     format: Literal["onnx", "safetensors", "folded"] = "onnx",
+    size: int | None = None,
+    data: Path | None = None,
 ) -> None:
-    """Write a trained CE network for deployment, for images of its own size and any batch.
+    """Write a trained network for deployment, for images of its own size and any batch.
+
+    ONNX files and programs are run on images, and nothing is written unless they compute what the
+    network does.
 
     Args:
-        model: a CE network such as ceresnet50.
-        checkpoint: its weights: .pth or .safetensors of a network with default arguments (or
-            start="identity"), or a folder of export_safetensors, which knows the arguments.
+        model: a run of `cenet train` or a folder of `cenet.save`, whose size, normalization and
+            classes are kept; or with CKPT a CE network such as ceresnet50.
+        checkpoint: weights of MODEL: those of a run, or .pth or .safetensors of a network with
+            default arguments (or start="identity"), or a folder.
         out: file to write; for safetensors a folder, which timm reads as local-dir:OUT.
         format: onnx, safetensors, or folded: a program for torch.export.load.
+        size: height and width of the images to export for; by default the network's own.
+        data: folder of images to check the exported network on; by default parts of two
+            photographs.
     """
-    import timm
-    import torch
+    from cenet.export import write_network
 
-    from cenet.export import export_folded, export_onnx, export_safetensors, load_network
-    from cenet.models import NETWORKS
-
-    names = [f"ce{name}" for name in NETWORKS]
-    if model not in names:
-        raise SystemExit(f"{model} is not a CE network; use one of {', '.join(names)}")
-    config: Any = timm.get_pretrained_cfg(model)
-    if out.exists() and checkpoint.exists() and out.samefile(checkpoint):
+    source = Path(model) if checkpoint is None else checkpoint
+    if out.exists() and source.exists() and out.samefile(source):
         raise SystemExit(f"--out {out} is the checkpoint itself; write to another place")
     try:
-        network = load_network(model, checkpoint).eval()
-        images = torch.zeros(1, network.model_args.get("in_chans", 3), *config.input_size[1:])
-        out.parent.mkdir(parents=True, exist_ok=True)
-        if format == "onnx":
-            export_onnx(network, out, images)
-        elif format == "folded":
-            export_folded(network, out, images)
-        else:
-            export_safetensors(network, out)
+        said = write_network(model, checkpoint, out, format, size=size, data=data)
     except (ValueError, OSError, RuntimeError) as error:
         raise SystemExit(f"nothing was written to {out}: {error}") from error
-    print(f"wrote {out}")
+    print(f"wrote {out}: {said}")
 
 
 def diagnose(

@@ -1,22 +1,29 @@
-"""Trained networks for other runtimes: ONNX, torch.export, safetensors with timm's config."""
+"""Trained networks for other runtimes: ONNX and torch.export, checked on images."""
 
 import json
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from io import BytesIO
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from cenet.checkpoints import load_state_, read_state
+from cenet.checkpoints import load_state_, read_header, read_state
+from cenet.evaluating import evaluating
 from cenet.extras import require
-from cenet.files import check_regular, read_json, replace_file, replacing
+from cenet.files import check_regular, replace_file, replacing
 from cenet.folding import fold_ce
 from cenet.nn import NormCE2d, ce_layers
 from cenet.nn.norms import is_batch_norm
+from cenet.run_folder import ABOUT, METRICS, read_metrics
+from cenet.sharing import load, save
 
-REASON = 200  # letters of another library's message that are shown
+METADATA = "cenet"  # entry of exported files about images and classes
+SAMPLES = 8  # images on which an exported network is checked
+TOLERANCE = 1e-3  # of its logits, relative to the largest one
 
 
 def load_weights_(model: nn.Module, checkpoint: str | Path) -> None:
@@ -35,157 +42,309 @@ def load_weights_(model: nn.Module, checkpoint: str | Path) -> None:
         raise ValueError(f"{checkpoint} does not fit {type(model).__name__}: {error}") from error
 
 
-def load_network(name: str, checkpoint: Path) -> Any:
-    """A CE network with its trained weights.
+def load_network(name: str, checkpoint: Path) -> nn.Module:
+    """A CE network with its trained weights, which knows its images (`pretrained_cfg`).
 
     Args:
         name: name of the network in timm's registry.
-        checkpoint: a folder of `export_safetensors`, or the weights of a network with default
-            arguments; classes and start are read off them.
+        checkpoint: a folder of `cenet.save`, a file of weights that `cenet train` wrote, or the
+            weights of a network with default arguments; classes and start are read off them.
 
     Raises:
         ValueError: the checkpoint cannot be read, or is of another network.
     """
     require("models")
-    import timm
-
     if checkpoint.is_dir():
-        return _load_folder(name, checkpoint)
-    state = read_state(checkpoint)
-    config: Any = timm.get_pretrained_cfg(name)
-    classifier = state.get(f"{config.classifier}.weight")
-    classes = None if classifier is None or classifier.dim() != 2 else len(classifier)
-    start = "identity" if any(key.endswith(".ce.blend") for key in state) else "paper"
-    network = timm.create_model(name, num_classes=classes, start=start)
+        network = load(checkpoint)
+    else:
+        state = read_state(checkpoint)
+        network = _network_of_run(checkpoint) or _default_network(name, state)
+    described: Any = network
+    found = described.pretrained_cfg["architecture"]
+    if found != name:
+        raise ValueError(f"{checkpoint} holds {found}, not {name}")
+    if checkpoint.is_dir():
+        return network
     try:
         load_weights_(network, checkpoint)
     except ValueError as error:
         raise ValueError(
             f"{error}\nA network built with other arguments (block, norm, in_chans, ...) is read "
-            "from a folder: cenet.export.export_safetensors(model, FOLDER)"
+            "from a folder: cenet.save(model, FOLDER)"
         ) from error
     return network
 
 
-def _load_folder(name: str, folder: Path) -> Any:
+def write_network(
+    model: str,
+    checkpoint: Path | None,
+    out: Path,
+    format: Literal["onnx", "safetensors", "folded"],
+    *,
+    size: int | None = None,
+    data: Path | None = None,
+) -> str:
+    """Write a trained network in one of three formats, and say for which images it is.
+
+    Args: as of `cenet export`.
+
+    Raises:
+        ValueError: there is no such network, or what was written does not compute the same.
+    """
+    network: Any = _find_network(model, checkpoint)
+    config = dict(network.pretrained_cfg)
+    if size is not None:
+        if size < 1:
+            raise ValueError(f"--size {size} must be at least 1")
+        config["input_size"] = (config["input_size"][0], size, size)
+    network.pretrained_cfg = config
+    mean, std = ((f"{value:.4g}" for value in config[key]) for key in ("mean", "std"))
+    images = (
+        f"images of {'×'.join(map(str, config['input_size']))}, mean {', '.join(mean)}, "
+        f"std {', '.join(std)} (values from 0 to 1)"
+    )
+    if checkpoint is not None and checkpoint.is_file() and "inputs" not in read_header(checkpoint):
+        images += f", the defaults of {model}: {checkpoint.name} does not say"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if format == "safetensors":
+        save(network, out, image_size=size, **_results(Path(model)))
+        return images
+    example = torch.zeros(1, *config["input_size"])
+    check = sample_images(config, data)
+    write = export_onnx if format == "onnx" else export_folded
+    difference = write(network, out, example, check=check)
+    return f"{images}; on {len(check)} images it differs from the network by {difference:.0e}"
+
+
+def _find_network(model: str, checkpoint: Path | None) -> nn.Module:
+    require("models")
+    from cenet.models.factory import NETWORKS, SMALL_NETWORKS
+
+    names = [f"ce{name}" for name in (*NETWORKS, *SMALL_NETWORKS)]
+    if checkpoint is None:
+        if not Path(model).is_dir():
+            problem = "needs its weights" if model in names else "is not a folder"
+            raise ValueError(
+                f"{model} {problem}; give a run, a folder of cenet.save, or a network and weights"
+            )
+        return load(Path(model))
+    if model not in names:
+        raise ValueError(f"{model} is not a CE network; use one of {', '.join(names)}")
+    return load_network(model, checkpoint).eval()
+
+
+def _results(folder: Path) -> dict[str, Any]:
+    """Data and results of a run, for the model card; empty for other folders."""
+    if not (folder / ABOUT).is_file():
+        return {}
+    from cenet.train.recipes import Recipe, read_run
+
+    rows = read_metrics(folder / METRICS) if (folder / METRICS).is_file() else []
+    last = rows[-1] if rows else {}
+    names = {"test_top1": "top-1", "test_top5": "top-5", "test_loss": "loss"}
+    images = "held-out training images" if read_run(folder, Recipe)[0].holdout else "test images"
+    found = {f"{words} on {images}": last[name] for name, words in names.items() if name in last}
+    return {"data": read_run(folder, Recipe)[0].dataset, "metrics": found}
+
+
+def _network_of_run(file: Path) -> nn.Module | None:
+    """The network whose weights `cenet train` wrote to this file, not loaded yet."""
+    about = read_header(file)
+    if "recipe" not in about or "inputs" not in about:
+        return None
+    from cenet.data.datasets import InputSpec
+    from cenet.train.recipes import Recipe
+    from cenet.train.weights import build_network
+
+    try:
+        return build_network(
+            Recipe.from_dict(about["recipe"]), InputSpec.from_dict(about["inputs"])
+        )
+    except (KeyError, TypeError, ValueError):  # of a detector, or of another version
+        return None
+
+
+def _default_network(name: str, state: dict[str, Tensor]) -> nn.Module:
+    """The network with default arguments, and the classes and the start of these weights."""
     import timm
 
-    try:
-        config = read_json(folder / "config.json")
-        found = config["architecture"]
-        check_regular(folder / "model.safetensors")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder} is not a folder of export_safetensors: {error}") from error
-    if found != name:
-        raise ValueError(f"{folder} holds {found}, not {name}")
-    try:
-        return timm.create_model(f"local-dir:{folder}", pretrained=True)
-    except Exception as error:  # whatever timm raises on arguments that do not fit
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(
-            f"{folder} cannot be read, was config.json changed? {reason[:REASON]}"
-        ) from error
+    config: Any = timm.get_pretrained_cfg(name)
+    classifier = state.get(f"{config.classifier}.weight")
+    classes = None if classifier is None or classifier.dim() != 2 else len(classifier)
+    start = "identity" if any(key.endswith(".ce.blend") for key in state) else "paper"
+    network: nn.Module = timm.create_model(name, num_classes=classes, start=start)
+    return network
 
 
-def export_onnx(model: nn.Module, path: str | Path, example: Tensor) -> None:
-    """Write an ONNX file for any batch size, folded if the norms of the network are batch norms."""
-    write_onnx(_deployed(model), path, example, ["logits"])
+def export_onnx(
+    model: nn.Module, path: str | Path, example: Tensor, *, check: Tensor | None = None
+) -> float | None:
+    """Write an ONNX file for any batch size, folded if the norms of the network are batch norms.
+
+    The file's metadata has an entry `cenet`: size, normalization and classes as JSON, if the
+    network knows them (`pretrained_cfg`).
+
+    Args:
+        model: the network.
+        path: file to write.
+        example: images of the size to export for.
+        check: normalized images on which onnxruntime must give the network's logits before the
+            file is written.
+
+    Returns the largest difference on these images, relative to the largest logit.
+
+    Raises:
+        ValueError: the logits differ by more than 1e-3.
+    """
+
+    def run(file: Path) -> Callable[[Tensor], Tensor]:
+        from onnxruntime import InferenceSession
+
+        session: Any = InferenceSession(str(file), providers=["CPUExecutionProvider"])
+        return lambda x: torch.from_numpy(session.run(None, {"images": x.numpy()})[0])
+
+    require("export")
+    with replacing(path := Path(path)) as room:
+        write_onnx(_deployed(model), room / path.name, example, ["logits"], image_metadata(model))
+        return _checked(model, run(room / path.name), check)
 
 
 def write_onnx(
-    module: nn.Module, path: str | Path, example: Tensor, output_names: list[str]
+    module: nn.Module,
+    path: str | Path,
+    example: Tensor,
+    output_names: list[str],
+    metadata: str | None = None,
 ) -> None:
     """Write an ONNX file of a module of images for any batch size and the image size of `example`.
 
     Raises:
-        MissingExtraError: onnx or onnxscript is not installed.
+        MissingExtraError: onnx, onnxruntime or onnxscript is not installed.
     """
     require("export")
     with replacing(path := Path(path)) as room:
-        torch.onnx.export(
+        program: Any = torch.onnx.export(
             module,
             (_two(example),),
-            str(room / path.name),
             dynamo=True,
             dynamic_shapes={"x": {0: torch.export.Dim("batch")}},
             input_names=["images"],
             output_names=output_names,
-            external_data=False,
             verbose=False,
         )
+        if metadata is not None:
+            program.model.metadata_props[METADATA] = metadata
+        program.save(str(room / path.name), external_data=False)
 
 
-def export_folded(model: nn.Module, path: str | Path, example: Tensor) -> None:
-    """Write a program for `torch.export.load`, for any batch size and folded like `export_onnx`."""
+def export_folded(
+    model: nn.Module, path: str | Path, example: Tensor, *, check: Tensor | None = None
+) -> float | None:
+    """Write a program for `torch.export.load`, for any batch size and folded like `export_onnx`.
+
+    Its extra file `cenet` has what an ONNX file has as metadata.
+
+    Args and Returns: as of `export_onnx`.
+    """
     batch = {"x": {0: torch.export.Dim("batch")}}
     program = torch.export.export(_deployed(model), (_two(example),), dynamic_shapes=batch)
+    metadata = image_metadata(model)
     content = BytesIO()  # writing to a full disk, torch ends the process
-    torch.export.save(program, content)
+    extra = {} if metadata is None else {METADATA: metadata}
+    torch.export.save(program, content, extra_files=extra)
+    content.seek(0)
+    difference = None
+    if check is not None:
+        difference = _checked(model, torch.export.load(content).module(), check)
     replace_file(Path(path), content.getvalue())
+    return difference
 
 
-def export_safetensors(model: nn.Module, path: str | Path) -> None:
-    """Write a folder that `timm.create_model("local-dir:PATH", pretrained=True)` reads.
+def image_metadata(model: nn.Module) -> str | None:
+    """Size, normalization and classes of a network as JSON; None if it does not know them."""
+    config = getattr(model, "pretrained_cfg", None)
+    if not isinstance(config, dict):
+        return None
+    keys = ("input_size", "mean", "std", "crop_pct", "interpolation", "label_names")
+    return json.dumps({key: config[key] for key in keys if config.get(key) is not None})
+
+
+def sample_images(config: dict[str, Any], folder: Path | None, count: int = SAMPLES) -> Tensor:
+    """Images as a network with this configuration takes them.
+
+    Args:
+        config: `pretrained_cfg` of the network.
+        folder: where image files are; None for parts of the photographs of scikit-learn.
+        count: number of images, at most.
 
     Raises:
-        ValueError: timm could not build this network again.
+        ValueError: there are no image files.
     """
-    require("models")
-    import timm
-    from timm.models import save_for_hf
+    from timm.data.transforms_factory import create_transform
 
-    name = f"ce{getattr(model, 'network_name', None)}"
-    if not timm.is_model(name):
-        raise ValueError(
-            f"{type(model).__name__} was not built by cenet.models.create_model or by "
-            'timm.create_model("ceresnet50", ...), so timm cannot build it again'
-        )
-    args = _arguments(model)
-    _check_rebuilt(model, name, args)
-    network: Any = model
-    config: Any = timm.get_pretrained_cfg(name)
-    network.pretrained_cfg = config.to_dict()
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    with replacing(folder / "model.safetensors", folder / "config.json") as room:
-        save_for_hf(model, str(room), model_args=args, safe_serialization=True)
-        # the writer of the weights lets nobody else read them
-        (room / "model.safetensors").chmod((room / "config.json").stat().st_mode)
+    channels, *size = config["input_size"]
+    create: Any = create_transform
+    pixels = create(
+        input_size=(3, *size), crop_pct=config["crop_pct"],
+        interpolation=config["interpolation"], mean=(0.0,) * 3, std=(1.0,) * 3,
+    )  # fmt: skip
+    found = photographs() if folder is None else _images_in(folder)
+    # red, green and blue in turn, for any number of channels
+    images = torch.stack([pixels(image) for image in islice(found, count)])
+    images = images[:, [channel % 3 for channel in range(channels)]]
+    mean, std = (torch.tensor(config[key])[:, None, None] for key in ("mean", "std"))
+    return (images - mean) / std
 
 
-def _arguments(model: Any) -> dict[str, Any]:
-    """Arguments that build this network again; ValueError if a file cannot hold them."""
-    if not hasattr(model, "num_classes"):
-        raise ValueError(
-            f"{type(model).__name__} has no classifier (features_only?); save the whole network"
-        )
-    args = {**getattr(model, "model_args", {}), "num_classes": model.num_classes}
-    pooling = getattr(getattr(model, "global_pool", None), "pool_type", None)
-    if pooling is not None and args.get("global_pool", "avg") != pooling:
-        args["global_pool"] = pooling
-    try:
-        json.dumps(args)
-    except TypeError as error:
-        raise ValueError(f"a file cannot hold the arguments of this network: {error}") from error
-    return args
+def photographs() -> Iterator[Any]:
+    """Parts of the two photographs of scikit-learn, as PIL images."""
+    require("export")
+    from PIL import Image
+    from sklearn.datasets import load_sample_images
+
+    for pixels in load_sample_images().images:
+        height, width = (side // 2 for side in pixels.shape[:2])
+        for top in (0, height):
+            for left in (0, width):
+                yield Image.fromarray(pixels[top : top + height, left : left + width])
 
 
-def _check_rebuilt(model: Any, name: str, args: dict[str, Any]) -> None:
-    """Raise ValueError unless timm, given these arguments, builds a network of these weights."""
-    import timm
+def _images_in(folder: Path) -> Iterator[Any]:
+    from PIL import Image
+    from torchvision.datasets.folder import IMG_EXTENSIONS
 
-    with torch.device("meta"):
-        again = timm.create_model(name, **args)
-    shapes = [{k: tuple(v.shape) for k, v in m.state_dict().items()} for m in (model, again)]
-    differ = sorted(
-        key for key in {*shapes[0], *shapes[1]} if shapes[0].get(key) != shapes[1].get(key)
+    if not folder.is_dir():
+        raise ValueError(f"--data {folder} is not a folder")
+    files = [path for path in sorted(folder.rglob("*")) if path.suffix.lower() in IMG_EXTENSIONS]
+    if not files:
+        raise ValueError(f"--data {folder} has no image files ({', '.join(IMG_EXTENSIONS)})")
+    # evenly, so that all classes of a sorted folder may occur
+    for path in files[:: max(1, len(files) // SAMPLES)]:
+        check_regular(path)
+        with Image.open(path) as image:
+            yield image.convert("RGB")
+
+
+@torch.no_grad()
+def _checked(
+    model: nn.Module, exported: Callable[[Tensor], Tensor], images: Tensor | None
+) -> float | None:
+    """The largest difference between the logits of both; ValueError if it is more than rounding."""
+    if images is None:
+        return None
+    with evaluating(model):
+        expected = model(images)
+    # all at once and one alone: the batch size is free
+    difference = max(
+        float((exported(part) - expected[: len(part)]).abs().max() / expected.abs().max())
+        for part in (images, images[:1])
     )
-    if differ:
+    if not difference <= TOLERANCE:
         raise ValueError(
-            f"timm.create_model({name!r}) builds another network than this one, which was changed "
-            f"afterwards (CE inserted, removed or folded?): {len(differ)} keys differ, such as "
-            f"{differ[0]}; save its state dict instead"
+            f"the exported network does not compute the same: on {len(images)} images its logits "
+            f"differ by {difference:.1e} of the largest one"
         )
+    return difference
 
 
 def _deployed(model: nn.Module) -> nn.Module:

@@ -15,7 +15,7 @@ PACKAGES = {
     "demo": (*REPORT, "scikit-learn"),
     "detection": (*REPORT, "pycocotools"),
     "data": ("pyarrow",),
-    "export": ("onnx", "onnxscript"),
+    "export": ("onnx", "onnxruntime", "onnxscript", "pillow", "scikit-learn"),
     "gradcam": ("grad-cam",),
     "lightning": ("lightning",),
 }

@@ -1,4 +1,4 @@
-"""Private names of torch, Triton and multiprocessing, which a later release may move.
+"""Private names of torch, Triton, timm and multiprocessing, which a later release may move.
 
 No other file uses them. Each is looked up once, when it is imported. Where a release lacks one, a
 fallback takes its place, or a function that raises an error with advice.
@@ -169,3 +169,14 @@ def triton_warmup() -> Any:
     """Function that compiles a kernel for arguments, and does not launch it."""
     found = getattr(_of("triton", "JITFunction"), "warmup", None)
     return found or _missing("triton", "JITFunction.warmup", _NO_KERNELS)
+
+
+# timm, likewise
+
+
+def timm_config_writer() -> Any:
+    """Function that writes the config.json from which timm builds a network."""
+    advice = "save model.state_dict() instead"
+    name = "save_config_for_hf"
+    found = _of("timm.models._hub", name)
+    return found or _missing("timm", f"timm.models._hub.{name}", advice)

@@ -14,6 +14,7 @@ METRICS_CSV = "metrics.csv"  # the same rows
 LAMBDA = "lambda/"  # columns of the rows: λ of a CE layer, whose name follows
 CHANNELS = "channels.csv"  # channel statistics, with --monitor-every
 WEIGHTS = "weights.safetensors"  # final weights
+CONFIG = "config.json"  # network and images, in the format of timm
 LOCK = ".lock"
 
 

@@ -2,11 +2,12 @@
 
 Placement follows the paper where the network has residual blocks: the last norm of each block.
 Elsewhere every norm that feeds an activation is taken. A predicate `filter_fn(module, name)` over
-the norms overrides both.
+the norms overrides both. `ce_settings` says as JSON where CE is and how it is set, and
+`restore_ce_` puts it there again.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,11 +15,26 @@ from torch import Tensor, nn
 
 from cenet.dataflow import Call, trace
 from cenet.internals import sequence_number
-from cenet.nn import ChannelEquilibrium2d, EquilibriumLayer, NormCE2d, ce_layers
+from cenet.nn import (
+    BatchDecorrelation2d,
+    ChannelEquilibrium2d,
+    EquilibriumLayer,
+    InstanceReweighting2d,
+    NormCE2d,
+    ce_layers,
+)
 from cenet.nn.norm_ce import check_start
 from cenet.nn.norms import inner_activation, inner_parts, norm_channels
 
 FilterFn = Callable[[nn.Module, str], bool]
+Settings = dict[str, Any]
+LAYERS: dict[str, type[EquilibriumLayer]] = {
+    "ce": ChannelEquilibrium2d,
+    "bd": BatchDecorrelation2d,
+    "ir": InstanceReweighting2d,
+}
+# name under which timm's registry has any network with CE inserted (`cenet.models.inserted`)
+WITH_CE = "with_ce"
 
 
 class CESite(NamedTuple):
@@ -61,7 +77,8 @@ def insert_ce_(
     The weights stay, and a checkpoint of the original network still loads: only `.ce.` keys are
     missing. Build the optimizer afterwards, so that it sees the new parameters. A norm whose weight
     is all zero (zero-initialised residual branches) leaves CE nothing to work
-    on: its weight is set to one, with a warning, unless `start="identity"`.
+    on: its weight is set to one, with a warning, unless `start="identity"`. A network of timm is
+    told, so that timm saves it with CE: `pretrained_cfg["architecture"]` becomes "with_ce".
 
     Args:
         model: a network whose norms are modules over (N, C, H, W).
@@ -94,16 +111,10 @@ def insert_ce_(
         sites = {name: norm for name, norm in norms.items() if filter_fn(norm, name)}
     if not sites:
         raise ValueError(_nothing_matched(model, norms, by_default=filter_fn is None))
-    # all layers are built before the first edit, so that a bad argument leaves the model as it was
-    layers = {
-        norm: layer(norm_channels(norm) or 0, **_factory(norm, model), **layer_kwargs)
-        for norm in sites.values()
-    }
-    wrappers = {norm: _wrap(norm, ce, start) for norm, ce in layers.items()}
-    for name, norm in sites.items():
-        model.set_submodule(name, wrappers[norm])
+    wrappers = _insert_(model, sites, layer, start, layer_kwargs)
     if start == "paper":
-        _fill_zero_weights({name: wrappers[norm] for name, norm in sites.items()})
+        _fill_zero_weights(wrappers)
+    _describe_(model)
     return list(sites)
 
 
@@ -113,11 +124,7 @@ def remove_ce_(model: nn.Module) -> list[str]:
     A weight that `insert_ce_` raised from zero to one goes back to zero if training has not moved
     it.
     """
-    sites = {
-        name: module
-        for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, NormCE2d)
-    }
+    sites = dict(_wrappers(model))
     if not sites:
         raise ValueError(
             f"{type(model).__name__} has no NormCE2d to remove; insert_ce_ puts them in"
@@ -126,10 +133,62 @@ def remove_ce_(model: nn.Module) -> list[str]:
         raise ValueError(
             "the model is itself a NormCE2d and cannot be replaced in place; use model.norm"
         )
-    bare = {wrapper: _unwrap(wrapper) for wrapper in sites.values()}
-    for name, wrapper in sites.items():
-        model.set_submodule(name, bare[wrapper])
+    _take_out_(model, sites)
+    _describe_(model)
     return list(sites)
+
+
+def ce_settings(model: nn.Module) -> list[Settings]:
+    """Say where CE follows norms of `model` and how it is set, in types of JSON.
+
+    Sites with the same settings share an entry: their names (`sites`), the kind of `layer` ("ce",
+    "bd" or "ir"), its arguments (`args`), the `start`, and whether `insert_ce_` replaced a zero
+    weight of the norm (`had_zero_weight`).
+
+    Raises:
+        ValueError: a layer is of a class of somebody else.
+    """
+    by_site = _settings_by_site(model)
+    distinct = [
+        own for i, own in enumerate(by_site.values()) if own not in list(by_site.values())[:i]
+    ]
+    return [
+        {"sites": [name for name, other in by_site.items() if other == own], **own}
+        for own in distinct
+    ]
+
+
+def restore_ce_(model: nn.Module, settings: Sequence[Settings]) -> None:
+    """Make CE in `model` what `ce_settings` returned: put layers in and take others out, in place.
+
+    Weights are those of new layers; a state dict brings the old ones.
+
+    Raises:
+        ValueError: the settings are damaged, or of another network.
+    """
+    try:
+        wanted = {
+            str(name): {key: value for key, value in entry.items() if key != "sites"}
+            for entry in settings
+            for name in entry["sites"]
+        }
+        layers = {name: LAYERS[own["layer"]] for name, own in wanted.items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"these settings of CE cannot be read: {error!r}") from error
+    present = _settings_by_site(model)
+    _take_out_(model, {n: m for n, m in _wrappers(model) if present[n] != wanted.get(n)})
+    kept = {name for name, _ in _wrappers(model)}
+    norms = _bare_norms(model)
+    absent = [name for name in wanted if name not in kept and name not in norms]
+    if absent:
+        raise ValueError(f"{type(model).__name__} has no norm {', '.join(absent[:3])} to put CE at")
+    for entry in settings:
+        sites = {name: norms[name] for name in entry["sites"] if name not in kept}
+        layer = layers[entry["sites"][0]] if sites else ChannelEquilibrium2d
+        wrappers = _insert_(model, sites, layer, entry["start"], entry["args"])
+        for wrapper in wrappers.values():
+            wrapper.had_zero_weight = bool(entry["had_zero_weight"])
+    _describe_(model)
 
 
 def freeze_ce_(model: nn.Module) -> list[str]:
@@ -222,6 +281,81 @@ def _nothing_matched(model: nn.Module, norms: dict[str, nn.Module], *, by_defaul
             f"activation; choose with filter_fn among the candidates: {candidates}"
         )
     return f"filter_fn matched no norm of {name}; candidates: {candidates}"
+
+
+def _wrappers(model: nn.Module) -> Iterable[tuple[str, NormCE2d]]:
+    """Every `NormCE2d` with its name; a shared one under each of its names."""
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if isinstance(module, NormCE2d):
+            yield name, module
+
+
+def _settings_by_site(model: nn.Module) -> dict[str, Settings]:
+    found = {}
+    for name, wrapper in _wrappers(model):
+        kinds = [kind for kind, layer in LAYERS.items() if layer is type(wrapper.ce)]
+        if not kinds:
+            raise ValueError(
+                f"{name} has a layer of the class {type(wrapper.ce).__name__}, which a file cannot "
+                f"name; it knows {', '.join(layer.__name__ for layer in LAYERS.values())}"
+            )
+        found[name] = {
+            "layer": kinds[0],
+            "args": wrapper.ce.arguments(),
+            "start": "paper" if wrapper.ce.blend is None else "identity",
+            "had_zero_weight": wrapper.had_zero_weight,
+        }
+    return found
+
+
+def _insert_(
+    model: nn.Module,
+    sites: dict[str, nn.Module],
+    layer: type[EquilibriumLayer],
+    start: Literal["paper", "identity"],
+    args: dict[str, Any],
+) -> dict[str, NormCE2d]:
+    """Wrap the norms at these sites, and return the wrappers by site."""
+    # all layers are built before the first edit, so that a bad argument leaves the model as it was
+    layers = {
+        norm: layer(norm_channels(norm) or 0, **_factory(norm, model), **args)
+        for norm in sites.values()
+    }
+    wrappers = {norm: _wrap(norm, ce, start) for norm, ce in layers.items()}
+    for name, norm in sites.items():
+        model.set_submodule(name, wrappers[norm])
+    return {name: wrappers[norm] for name, norm in sites.items()}
+
+
+def _take_out_(model: nn.Module, sites: dict[str, NormCE2d]) -> None:
+    bare = {wrapper: _unwrap(wrapper) for wrapper in sites.values()}
+    for name, wrapper in sites.items():
+        model.set_submodule(name, bare[wrapper])
+
+
+def _describe_(model: Any) -> None:
+    """Tell a network of timm that CE was put in or taken out.
+
+    Its `pretrained_cfg` and `_model_args` are what timm's `save_for_hf` and `push_to_hf_hub` write,
+    and they would name the network without CE.
+    """
+    config = getattr(model, "pretrained_cfg", None)
+    if not isinstance(config, dict) or not hasattr(model, "num_classes"):
+        return
+    name, args = config.get("architecture"), dict(getattr(model, "_model_args", {}))
+    if name == WITH_CE:
+        name, args = args.get("network"), dict(args.get("network_args", {}))
+    try:
+        settings = ce_settings(model)
+    except ValueError:  # of a class that timm could not build again
+        return
+    # networks of torchvision are not in timm's registry, and those of the paper have CE by name
+    is_timms = "/" not in str(name) and not hasattr(model, "network_name")
+    if settings or not is_timms:
+        args = {"network": name, "network_args": args, "ce": settings}
+        name = WITH_CE
+    model.pretrained_cfg = model.default_cfg = {**config, "architecture": name}
+    model._model_args = args
 
 
 def _factory(norm: nn.Module, model: nn.Module) -> dict[str, Any]:

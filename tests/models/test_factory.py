@@ -15,11 +15,12 @@ from timm.layers.squeeze_excite import SEModule
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+import cenet
 from _checks import relative_error
 from _training import call
 from cenet import BatchDecorrelation2d, InstanceReweighting2d, NormCE2d
 from cenet.baselines import IterNorm2d, SwitchableNorm2d, SwitchableWhitening2d
-from cenet.export import export_safetensors, load_network, load_weights_
+from cenet.export import load_network, load_weights_
 from cenet.models import NETWORKS, create_model
 from cenet.models.cost import PAPER_GFLOPS, cost, multiply_adds
 from cenet.models.released import released_ceresnet50
@@ -195,7 +196,7 @@ def test_position(name, position, kernel, count):
 def test_other_places_train_and_go_into_files(options, tmp_path):
     model = create_model("resnet18", **options, num_classes=3)
     step(model)
-    export_safetensors(model.eval(), tmp_path)
+    cenet.save(model.eval(), tmp_path)
     again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
     x = torch.randn(2, 3, 64, 64)
     assert torch.equal(again(x), model(x))
@@ -439,7 +440,7 @@ def test_export_does_not_write_over_the_checkpoint(tmp_path, monkeypatch):
     ids=str,
 )
 def test_an_edited_folder_is_one_line(change, tmp_path, monkeypatch):
-    export_safetensors(create_model("vgg16", num_classes=3), tmp_path / "folder")
+    cenet.save(create_model("vgg16", num_classes=3), tmp_path / "folder")
     path = tmp_path / "folder" / "config.json"
     content = json.loads(path.read_text())
     path.write_text("[" * 10**5 if change is None else json.dumps({**content, **change}))
@@ -462,7 +463,7 @@ def test_weights_say_how_ce_started_and_folders_say_everything(tmp_path):
     torch.save(model.state_dict(), tmp_path / "elu.pth")
     with pytest.raises(ValueError, match=r"built with other arguments .* is read from a folder"):
         load_network("cevgg16", tmp_path / "elu.pth")
-    export_safetensors(model, tmp_path / "folder")
+    cenet.save(model, tmp_path / "folder")
     assert torch.equal(load_network("cevgg16", tmp_path / "folder").eval()(x), model(x))
     with pytest.raises(ValueError, match="holds cevgg16, not ceresnet18"):
         load_network("ceresnet18", tmp_path / "folder")

@@ -13,8 +13,8 @@ from torchvision.models.feature_extraction import create_feature_extractor
 
 import cenet.models  # registers
 from _checks import relative_error
-from cenet import NormCE2d, ce_sites, fold_ce, remove_ce_
-from cenet.export import export_folded, export_onnx, export_safetensors
+from cenet import NormCE2d, ce_sites, fold_ce
+from cenet.export import export_folded, export_onnx
 from cenet.models import create_model
 from cenet.nn import ce_layers
 
@@ -53,7 +53,7 @@ def network(name):
 
 
 def test_timm_lists_them():
-    assert sorted(NAMES) == sorted(timm.list_models("ce*", module="entrypoints"))
+    assert sorted((*NAMES, "cevgg6")) == sorted(timm.list_models("ce*", module="entrypoints"))
     for name in NAMES:
         config = prepared(name).pretrained_cfg
         assert config["architecture"] == name
@@ -204,7 +204,7 @@ def test_files(name, tmp_path):
     fresh = timm.create_model(name, num_classes=5)
     fresh.load_state_dict(model.state_dict())
     assert torch.equal(fresh.eval()(x), model(x))
-    export_safetensors(model, tmp_path)
+    cenet.save(model, tmp_path)
     again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
     assert torch.equal(again.eval()(x), model(x))
 
@@ -212,7 +212,7 @@ def test_files(name, tmp_path):
 def test_a_folder_remembers_how_the_network_was_built(tmp_path):
     options = {"block": "bd", "act": "elu", "norm": "gn", "in_chans": 1, "num_classes": 3}
     model = timm.create_model("cevgg16", layer_args={"group_size": 8}, **options).eval()
-    export_safetensors(model, tmp_path)
+    cenet.save(model, tmp_path)
     again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
     x = torch.randn(2, 1, 32, 32)
     assert torch.equal(again(x), model(x))
@@ -223,7 +223,7 @@ def test_a_folder_remembers_how_the_network_was_built(tmp_path):
 def test_a_folder_remembers_a_new_head(name, head, tmp_path):
     model = network(name)
     model.reset_classifier(*head)
-    export_safetensors(model, tmp_path)
+    cenet.save(model, tmp_path)
     again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
     x = images(name)
     assert torch.equal(again(x), model.eval()(x))
@@ -232,33 +232,30 @@ def test_a_folder_remembers_a_new_head(name, head, tmp_path):
 def test_the_plain_network_by_name(tmp_path):
     model = timm.create_model("cevgg16", block="plain").eval()
     assert not dict(ce_layers(model))
-    export_safetensors(model, tmp_path)
+    cenet.save(model, tmp_path)
     again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
     assert torch.equal(again(images("cevgg16")), model(images("cevgg16")))
 
 
 def test_a_network_that_timm_would_not_build_again_is_refused(tmp_path):
     model = network("cevgg16")
-    remove_ce_(model)
-    with pytest.raises(ValueError, match=r"was changed afterwards.*keys differ, such as features"):
-        export_safetensors(model, tmp_path)
+    with pytest.raises(ValueError, match=r"could not be built again: .* save it before it is fold"):
+        cenet.save(fold_ce(model), tmp_path)
     features = timm.create_model("ceresnet18", features_only=True)
-    with pytest.raises(ValueError, match=r"was not built by cenet.models.create_model"):
-        export_safetensors(features, tmp_path)
+    with pytest.raises(ValueError, match=r"has no classifier \(features_only\?\)"):
+        cenet.save(features, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_networks_of_the_factory_go_into_folders_others_do_not(tmp_path):
+def test_networks_of_the_factory_go_into_folders(tmp_path):
     for name, size in (("vgg16", 32), ("mobilenetv2_100", 64)):
         model = create_model(name, "bd", act="elu", num_classes=3).eval()
-        export_safetensors(model, tmp_path / name)
+        cenet.save(model, tmp_path / name)
         again = timm.create_model(f"local-dir:{tmp_path / name}", pretrained=True).eval()
         x = torch.randn(2, 3, size, size)
         assert torch.equal(again(x), model(x))
         readable = (tmp_path / name / "model.safetensors").stat().st_mode & 0o077
         assert readable == (tmp_path / name / "config.json").stat().st_mode & 0o077
-    with pytest.raises(ValueError, match=r"was not built by cenet.models.create_model"):
-        export_safetensors(timm.create_model("resnet18"), tmp_path)
 
 
 @pytest.mark.parametrize(("block", "norm"), [("se", "bn"), ("ce", "gn")])

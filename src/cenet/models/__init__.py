@@ -11,9 +11,11 @@ from cenet.models.entrypoints import (
     ceresnet101,
     ceshufflenetv2_x0_5,
     ceshufflenetv2_x1_0,
+    cevgg6,
     cevgg16,
 )
 from cenet.models.factory import NETWORKS, create_model
+from cenet.models.inserted import with_ce
 
 __all__ = [
     "NETWORKS",
@@ -23,6 +25,8 @@ __all__ = [
     "ceresnet101",
     "ceshufflenetv2_x0_5",
     "ceshufflenetv2_x1_0",
+    "cevgg6",
     "cevgg16",
     "create_model",
+    "with_ce",
 ]

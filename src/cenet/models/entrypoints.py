@@ -1,6 +1,7 @@
 """The CE networks of the paper in timm's registry: `timm.create_model("ceresnet50")`."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -8,6 +9,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from torch import nn
 
 from cenet.models.factory import create_model
+from cenet.run_folder import WEIGHTS
 
 
 def _cfg(first_conv: str, classifier: str, **other: Any) -> dict[str, Any]:
@@ -37,15 +39,28 @@ default_cfgs = generate_default_cfgs(
         "ceshufflenetv2_x0_5.untrained": _cfg("conv1.0", "fc"),
         "ceshufflenetv2_x1_0.untrained": _cfg("conv1.0", "fc"),
         "cevgg16.untrained": _cfg("features.0", "fc", **_SMALL),
+        "cevgg6.untrained": _cfg("features.0", "fc", **{**_SMALL, "input_size": (3, 8, 8)}),
     }
 )
 
 
 def _create(name: str, pretrained: bool, kwargs: dict[str, Any], **feature_cfg: Any) -> nn.Module:
+    kwargs["pretrained_cfg"] = final_weights(kwargs.get("pretrained_cfg"))
     network: nn.Module = build_model_with_cfg(
         partial(create_model, name), f"ce{name}", pretrained, feature_cfg=feature_cfg, **kwargs
     )
     return network
+
+
+def final_weights(config: Any) -> Any:
+    """A configuration that timm read from a folder; of a run, with the file of its final weights.
+
+    timm would take the first file of the folder, which is a checkpoint.
+    """
+    if not isinstance(config, dict) or config.get("source") != "local-dir":
+        return config
+    file = Path(config["file"]) / WEIGHTS
+    return {**config, "source": "", "file": str(file)} if file.is_file() else config
 
 
 @register_model
@@ -92,3 +107,9 @@ def ceshufflenetv2_x1_0(pretrained: bool = False, **kwargs: Any) -> nn.Module:
 def cevgg16(pretrained: bool = False, **kwargs: Any) -> nn.Module:
     """VGG-16 for 32×32 images with CE behind every norm."""
     return _create("vgg16", pretrained, kwargs, feature_cls="getter")
+
+
+@register_model
+def cevgg6(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    """A small VGG for images of 8×8 pixels and more, with CE behind every norm."""
+    return _create("vgg6", pretrained, kwargs, feature_cls="getter")

@@ -7,29 +7,19 @@ from math import gcd
 from typing import Any, Literal, NamedTuple
 
 from timm.layers.squeeze_excite import SEModule
+from timm.models import get_pretrained_cfg
 from timm.models.efficientnet import mobilenetv2_100
 from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torch import Tensor, nn
 
 from cenet.baselines import IterNorm2d, SwitchableNorm2d, SwitchableWhitening2d
 from cenet.models.staged import VGG6, VGG16, ShuffleNetV2
-from cenet.nn import (
-    BatchDecorrelation2d,
-    ChannelEquilibrium2d,
-    EquilibriumLayer,
-    InstanceReweighting2d,
-)
 from cenet.nn.base import is_integer
 from cenet.nn.norm_ce import check_start
 from cenet.nn.norms import inner_activation
-from cenet.surgery import insert_ce_
+from cenet.surgery import LAYERS, insert_ce_
 
 STEM_POOL = 2  # side of the max-pool window before the covariance of the stem (Appendix E)
-LAYERS: dict[str, type[EquilibriumLayer]] = {
-    "ce": ChannelEquilibrium2d,
-    "bd": BatchDecorrelation2d,
-    "ir": InstanceReweighting2d,
-}
 BLOCKS = ("plain", "se", *LAYERS)
 # constructors of norms by name; None keeps batch norm
 NORMS: dict[str, Callable[[int], nn.Module] | None] = {
@@ -262,9 +252,14 @@ def create_model(
 
 
 def _remember(model: Any, name: str, **options: Any) -> None:
-    """Store name and arguments in the network, so that a file can have it built again."""
-    model.network_name = name
-    model.model_args = {name: value for name, value in options.items() if value is not None}
+    """Store name and arguments in the network, so that a file can have it built again.
+
+    Its name in timm's registry and these arguments are what timm's `save_for_hf` writes.
+    """
+    args = {name: value for name, value in options.items() if value is not None}
+    config: Any = get_pretrained_cfg(f"ce{name}")
+    model.network_name, model.model_args, model._model_args = name, args, dict(args)
+    model.pretrained_cfg = model.default_cfg = config.to_dict()
 
 
 def _check_arguments(stem: Any, layer_args: Any, kwargs: dict[str, Any]) -> None:

@@ -114,6 +114,10 @@ class EquilibriumLayer(nn.Module):
         coefficients = self.coefficients(moments, scale, shift, statistics)
         return finish(F.mix(values, *coefficients).to(x.dtype), act, residual)
 
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments that build this layer again, but for device and dtype."""
+        raise NotImplementedError
+
     def branches(self) -> fused.Branches:
         """The parts of this layer, for the kernels."""
         raise NotImplementedError

@@ -89,6 +89,10 @@ class ChannelEquilibrium2d(EquilibriumLayer):
         # one value, but not a scalar: FSDP cannot shard those
         self.mix_logit = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
 
+    @override
+    def arguments(self) -> dict[str, Any]:
+        return {**self.bd.arguments(), **self.ir.arguments()}
+
     @property
     def mix(self) -> Tensor:
         """λ, the share of batch decorrelation."""
@@ -207,6 +211,15 @@ class BatchDecorrelation2d(EquilibriumLayer):
         )
 
     @override
+    def arguments(self) -> dict[str, Any]:
+        return {
+            "momentum": self.momentum,
+            "group_size": int(self.group_size),
+            "newton_steps": int(self.newton_steps),
+            "pool": int(self.pool),
+        }
+
+    @override
     def measure(
         self, x: Tensor, *, batch: bool, offset: Tensor | None, sign: Tensor | None = None
     ) -> F.Moments | None:
@@ -313,6 +326,7 @@ class InstanceReweighting2d(EquilibriumLayer):
         )
         self.eps = eps
         self.momentum = momentum
+        self.rd_ratio = rd_ratio
         # set by the loader of released checkpoints: that code divides by L − 1 and shows the gate
         # σ̃², not σ̃²/s. Saved with the state
         self.released = False
@@ -325,6 +339,10 @@ class InstanceReweighting2d(EquilibriumLayer):
         self.register_buffer(
             "num_batches_tracked", torch.tensor(0, dtype=torch.long, device=device)
         )
+
+    @override
+    def arguments(self) -> dict[str, Any]:
+        return {"eps": self.eps, "momentum": self.momentum, "rd_ratio": self.rd_ratio}
 
     @property
     def gate(self) -> F.Gate:

@@ -20,7 +20,7 @@ from cenet.data.order import seed_of
 from cenet.distributed import Processes
 from cenet.formatting import percent
 from cenet.nn import ce_layers
-from cenet.run_folder import LAMBDA
+from cenet.run_folder import CONFIG, LAMBDA
 from cenet.train.build import (
     autocast,
     build_loss,
@@ -39,7 +39,12 @@ from cenet.train.evaluation import Tester
 from cenet.train.loop import Batch, Loop
 from cenet.train.options import Options
 from cenet.train.recipes import Recipe
-from cenet.train.weights import InitialWeights, build_network, load_initial_weights_
+from cenet.train.weights import (
+    InitialWeights,
+    build_network,
+    load_initial_weights_,
+    write_config,
+)
 
 Step = Callable[[nn.Module], None]
 
@@ -197,6 +202,12 @@ class Trainer(Loop):
     @override
     def test(self) -> dict[str, Any]:
         return self._tester()
+
+    @override
+    def write_network(self) -> None:
+        # the weights last: they mark the end of the run
+        write_config(self.options.out / CONFIG, self.evaluated)
+        super().write_network()
 
     @override
     def line(self, row: dict[str, Any]) -> str:

@@ -140,8 +140,7 @@ class Loop(RunState, ABC):
             with self.clock.on(SAVING):
                 self.writer.wait()
                 if self.processes.is_first:
-                    path = self.options.out / WEIGHTS
-                    write_weights(path, self.evaluated, self.recipe, self.inputs)
+                    self.write_network()
         except Interrupted:
             self._tell_times(images)
             raise
@@ -150,6 +149,11 @@ class Loop(RunState, ABC):
         self._tell_times(images)
         row: dict[str, Any] = self.run_log.rows[-1] if self.run_log.rows else {}
         return row
+
+    def write_network(self) -> None:
+        """Write the final weights."""
+        path = self.options.out / WEIGHTS
+        write_weights(path, self.evaluated, self.recipe, self.inputs)
 
     def train_epoch(self, signals: SignalWatch) -> None:
         """Train from the present position to the end of the epoch."""

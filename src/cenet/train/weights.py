@@ -1,25 +1,33 @@
 """The network of a recipe or a run: built, and its weights written and read."""
 
 import json
+import math
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from safetensors.torch import save
 from torch import Tensor, nn
 
 import cenet.train.checkpoint as checkpoint
 from cenet.checkpoints import SHOWN, digest, load_state_, read_state
-from cenet.data.datasets import InputSpec
-from cenet.files import replace_file
+from cenet.data.datasets import FILES_MEAN, FILES_STD, InputSpec
+from cenet.data.views import TEST_CROP
+from cenet.files import replace_file, replacing
+from cenet.internals import timm_config_writer
 from cenet.models import create_model
 from cenet.nn import NormCE2d
 from cenet.run_folder import WEIGHTS
 from cenet.train.recipes import RD_RATIO, Recipe, TrainingRecipe, read_run
 
+_write_config = timm_config_writer()
+
 
 def build_network(recipe: Recipe, inputs: InputSpec) -> nn.Module:
-    """The network of a recipe, for images and classes of this input spec."""
-    return create_model(
+    """The network of a recipe, for images and classes of this input spec.
+
+    Its `pretrained_cfg` says how it takes images, in the format of timm.
+    """
+    network: Any = create_model(
         recipe.network,
         None if recipe.block == "plain" else recipe.block,
         norm=recipe.norm,
@@ -31,6 +39,38 @@ def build_network(recipe: Recipe, inputs: InputSpec) -> nn.Module:
         num_classes=len(inputs.classes),
         in_chans=inputs.channels,
     )
+    network.pretrained_cfg = {**network.pretrained_cfg, **_image_config(recipe.image_size, inputs)}
+    built: nn.Module = network
+    return built
+
+
+def _image_config(size: int, inputs: InputSpec) -> dict[str, Any]:
+    """How the images of a test become input, and the classes, in the format of timm."""
+    # images in memory have the right size, and statistics of their own
+    is_of_files = (inputs.mean, inputs.std) == (FILES_MEAN, FILES_STD)
+    crop = TEST_CROP if is_of_files else 1.0
+    scaled = round(size / crop)
+    if math.floor(size / crop) < scaled:  # timm rounds down
+        crop = math.nextafter(size / scaled, 0)
+    return {
+        "input_size": (inputs.channels, size, size),
+        "mean": tuple(value / 255 for value in inputs.mean),
+        "std": tuple(value / 255 for value in inputs.std),
+        "crop_pct": crop,
+        "interpolation": "bilinear",
+        "num_classes": len(inputs.classes),
+        "label_names": inputs.classes,
+        "pool_size": None,
+    }
+
+
+def write_config(path: Path, network: Any) -> None:
+    """Write config.json, from which `cenet.load` and timm's `local-dir:` build the network."""
+    names = {"label_names": list(network.pretrained_cfg["label_names"])}
+    with replacing(path) as room:
+        _write_config(
+            network, str(room / path.name), model_config=names, model_args=network.model_args
+        )
 
 
 def write_weights(

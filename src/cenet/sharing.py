@@ -1,0 +1,449 @@
+"""A network as a folder: `save` writes it, and `load` and timm's `local-dir:` build it again.
+
+    config.json         the network, its arguments, CE's sites and settings, size and normalization
+                        of images, classes; in the format of timm
+    model.safetensors   the weights
+    README.md           a model card
+
+Reading runs no code of the folder: tensors and JSON only, and a class of your own is used only if
+you pass it.
+"""
+
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from cenet.analysis.activations import unwrapped
+from cenet.checkpoints import digest, load_state_, read_state
+from cenet.extras import require
+from cenet.files import read_json, replacing
+from cenet.internals import timm_config_writer
+from cenet.nn import ce_layers
+from cenet.run_folder import ABOUT, CONFIG
+from cenet.run_folder import WEIGHTS as RUN_WEIGHTS
+from cenet.surgery import WITH_CE, ce_settings, restore_ce_
+
+WEIGHTS, CARD = "model.safetensors", "README.md"
+REASON = 200  # letters of another library's message that are shown
+# entries of timm's configurations about the weights that the network began with
+ABOUT_OTHER_WEIGHTS = (
+    *("url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "tag", "license"),
+    *("description", "origin_url", "paper_name", "paper_ids", "notes", "custom_load"),
+)
+# attributes of modules that change without another network being made
+CHANGEABLE = ("training", "grad_checkpointing", "num_classes", "num_features", "had_zero_weight")
+
+Build = Callable[..., nn.Module]
+
+
+class Origin(NamedTuple):
+    """What a network is built from before CE is inserted.
+
+    Attributes:
+        name: of a timm model, torchvision/NAME, or module:name of somebody's class or function.
+        args: its keyword arguments.
+        build: the class or function, if neither timm nor torchvision have it.
+    """
+
+    name: str
+    args: dict[str, Any]
+    build: Build | None = None
+
+    def make(self) -> nn.Module:
+        """Build it, on the meta device where that is possible."""
+        from cenet.models.lookup import create_named
+
+        def build() -> nn.Module:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                if self.build is not None:
+                    return self.build(**self.args)
+                return create_named(self.name, **self.args)
+
+        try:
+            with torch.device("meta"):
+                return build()
+        except Exception:  # constructors that read values, which meta tensors do not have
+            with torch.random.fork_rng():
+                return build()
+
+
+def save(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    network: str | Build | None = None,
+    network_args: Mapping[str, Any] | None = None,
+    classes: Sequence[str] | None = None,
+    image_size: int | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    data: str | None = None,
+    metrics: Mapping[str, float] | None = None,
+) -> None:
+    """Write a network, with CE or without, to a folder that others can load.
+
+    `cenet.load(folder)` and, after `import cenet.models`,
+    `timm.create_model("local-dir:FOLDER", pretrained=True)` build it again. Afterwards timm's
+    `save_for_hf` and `push_to_hf_hub` take the network, too. A README.md that is there is kept.
+
+    Args:
+        model: the network.
+        folder: is made if it is not there.
+        network: what the network was before CE came in. Networks of timm and `cenet.models` know
+            it, and those of torchvision are recognized; of others it is their class by default.
+            Otherwise a timm name, torchvision/NAME, or the function that built it.
+        network_args: keyword arguments that it was built with, in types of JSON.
+        classes: names of the classes in the order of the logits.
+        image_size: height and width of the images that it was trained for.
+        mean, std: normalization of each channel, for values from 0 to 1. Size and normalization
+            are by default those that timm or torchvision have for the network; of your own class
+            they must be given.
+        data: the data that it was trained on, in words, for the model card.
+        metrics: results by name, for the model card.
+
+    Raises:
+        ValueError: the network could not be built again from what is known about it.
+
+    >>> import tempfile, timm, cenet
+    >>> model = timm.create_model("test_resnet")
+    >>> sites = cenet.insert_ce_(model, start="identity")
+    >>> folder = tempfile.mkdtemp()
+    >>> cenet.save(model, folder)
+    >>> again = cenet.load(folder)
+    """
+    require("models")
+    import timm
+    from safetensors.torch import save_file
+
+    from cenet.models.inserted import complete_
+
+    model = unwrapped(model)
+    if hasattr(model, "feature_info") and not hasattr(model, "num_classes"):
+        raise ValueError(
+            f"{type(model).__name__} has no classifier (features_only?); save the whole network"
+        )
+    settings = ce_settings(model)
+    origin, base = _rebuilt(model, _origins(model, network, network_args), settings)
+    complete_(model)
+    known: Any = model
+    if timm.is_model(origin.name) and base == settings:
+        name, args = origin.name, origin.args
+    else:
+        name = WITH_CE
+        args = {"network": origin.name, "network_args": origin.args, "ce": settings}
+    config = {
+        **_image_config(known, origin, classes, image_size, mean, std),
+        "architecture": name,
+        "num_classes": known.num_classes,
+    }
+    known.pretrained_cfg, known._model_args = config, args
+    state = {
+        key: value.detach().cpu().contiguous().clone() for key, value in model.state_dict().items()
+    }
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / WEIGHTS, folder / CONFIG]
+    if not (folder / CARD).exists():
+        files.append(folder / CARD)
+    with replacing(*files) as room:
+        about = {"format": "pt", "cenet": json.dumps({"digest": digest(state, "")})}
+        save_file(state, room / WEIGHTS, about)
+        labels = {"label_names": list(config["label_names"])} if config.get("label_names") else {}
+        timm_config_writer()(known, str(room / CONFIG), model_config=labels, model_args=args)
+        (room / CARD).write_text(
+            _card(folder.resolve().name, config, origin, settings, data, metrics)
+        )
+        # the writer of the weights lets nobody else read them
+        (room / WEIGHTS).chmod((room / CONFIG).stat().st_mode)
+
+
+def load(folder: str | Path, network: Build | None = None) -> nn.Module:
+    """The network of a folder, in evaluation mode on the CPU.
+
+    Args:
+        folder: a folder of `cenet.save`, of timm's `save_for_hf(..., safe_serialization=True)`, or
+            a run of `cenet train`.
+        network: the class or function that the network was built with, if it is your own. It is
+            not imported by its name in the folder, which may come from anybody.
+
+    Raises:
+        ValueError: the folder is not such a folder, or damaged, or `network` is missing.
+    """
+    require("models")
+    folder = Path(folder)
+    if not (folder / CONFIG).is_file() and (folder / ABOUT).is_file():
+        from cenet.train.weights import load_run
+
+        return load_run(folder)
+    try:
+        config = read_json(folder / CONFIG)
+        args = config.get("model_args", {})
+        own = config["architecture"] == WITH_CE and ":" in args["network"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder} is not a folder of cenet.save: {error}") from error
+    if own and network is None:
+        raise ValueError(
+            f"{folder} holds a network of the class {args['network']}, which is not imported from "
+            "there; pass it: cenet.load(FOLDER, network=...)"
+        )
+    if network is not None and not own:
+        raise ValueError(f"{folder} says how its network is built; remove network={network!r}")
+    model = _build(folder, config, network)
+    file = next((f for f in (folder / WEIGHTS, folder / RUN_WEIGHTS) if f.is_file()), None)
+    if file is None:
+        raise ValueError(f"{folder} has no {WEIGHTS}; other files of weights are not read")
+    try:
+        load_state_(model, read_state(file))
+    except ValueError as error:
+        raise ValueError(f"{folder} cannot be loaded, was it changed? {error}") from error
+    return model.eval()
+
+
+def _build(folder: Path, config: dict[str, Any], network: Build | None) -> nn.Module:
+    """The network that config.json describes, with random weights."""
+    import timm
+
+    from cenet.models.inserted import complete_
+
+    try:
+        if network is None:
+            built: nn.Module = timm.create_model(f"local-dir:{folder}", pretrained=False)
+            return built
+        args = config["model_args"]
+        model: Any = network(**args["network_args"])
+        restore_ce_(model, args["ce"])
+        complete_(model)
+        model.pretrained_cfg = {**config["pretrained_cfg"], "architecture": WITH_CE}
+        model._model_args = {key: args[key] for key in ("network", "network_args", "ce")}
+    except Exception as error:  # whatever is raised on arguments that do not fit
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(
+            f"{folder} cannot be read, was config.json changed? {reason[:REASON]}"
+        ) from error
+    own: nn.Module = model
+    return own
+
+
+# what a network was built from
+
+
+def _origins(
+    model: Any, network: str | Build | None, network_args: Mapping[str, Any] | None
+) -> Iterator[Origin]:
+    """What the network may have been built from, the likeliest first."""
+    given = None if network_args is None else dict(network_args)
+    if isinstance(network, str):
+        yield _current(model, Origin(network, given or {}))
+        return
+    config, args = getattr(model, "pretrained_cfg", None), getattr(model, "_model_args", {})
+    name = config.get("architecture") if isinstance(config, dict) else None
+    if name == WITH_CE:
+        name, args = args.get("network"), args.get("network_args", {})
+    if network is None and name is not None and ":" not in name:
+        yield _current(model, Origin(name, dict(args) if given is None else given))
+        return
+    module = type(model).__module__
+    if network is None and module.startswith("torchvision.models"):
+        from torchvision.models import get_model_builder, list_models
+
+        for short in list_models():
+            if get_model_builder(short).__module__ == module:
+                yield _current(model, Origin(f"torchvision/{short}", given or {}))
+        return
+    build = type(model) if network is None else network
+    args = given if given is not None else dict(args) if name is not None else {}
+    yield Origin(f"{build.__module__}:{build.__qualname__}", args, build)
+
+
+def _current(model: Any, origin: Origin) -> Origin:
+    """The origin with the classes and the pooling that the network has now."""
+    from cenet.models.inserted import complete_
+
+    args = dict(origin.args)
+    complete_(model)
+    args["num_classes"] = model.num_classes
+    pools = (getattr(part, "global_pool", None) for part in (model, getattr(model, "head", None)))
+    pooling = next((p.pool_type for p in pools if p is not None and hasattr(p, "pool_type")), None)
+    if pooling is not None and args.get("global_pool", "avg") != pooling:
+        args["global_pool"] = pooling
+    return origin._replace(args=args)
+
+
+def _rebuilt(
+    model: nn.Module, origins: Iterator[Origin], settings: list[dict[str, Any]]
+) -> tuple[Origin, list[dict[str, Any]]]:
+    """The origin that gives this very network, and the CE that it has by itself.
+
+    Raises:
+        ValueError: none does.
+    """
+    wanted, problem = _structure(model), ""
+    for origin in origins:
+        try:
+            json.dumps(origin.args)
+            again = origin.make()
+            base = ce_settings(again)
+            restore_ce_(again, settings)
+        except (TypeError, ValueError, RuntimeError) as error:
+            problem = f"{origin.name} cannot be built: {' '.join(str(error).split())[:REASON]}"
+            continue
+        own = _structure(again)
+        differ = [key for key in {**wanted, **own} if own.get(key) != wanted.get(key)]
+        if not differ:
+            return origin, base
+        problem = (
+            f"{origin.name} with the arguments {origin.args} is another network in {len(differ)} "
+            f"places, such as {differ[0]}"
+        )
+    raise ValueError(
+        f"this {type(model).__name__} could not be built again: {problem}; say how it was built by "
+        "network= and network_args=, and save it before it is folded or otherwise changed"
+    )
+
+
+def _structure(model: nn.Module) -> dict[str, Any]:
+    """Classes and plain attributes of all modules, and the shapes of all tensors."""
+    inside = {id(part) for _, layer in ce_layers(model) for part in layer.modules()}
+    found: dict[str, Any] = {f"{name} (CE)": layer.arguments() for name, layer in ce_layers(model)}
+    for name, module in model.named_modules():
+        if id(module) not in inside:
+            found[f"{name} ({_class_name(module)})"] = {
+                key: _plain(value)
+                for key, value in vars(module).items()
+                if not key.startswith("_") and key not in CHANGEABLE and _is_plain(value)
+            }
+    return {**found, **{key: tuple(value.shape) for key, value in model.state_dict().items()}}
+
+
+def _class_name(module: nn.Module) -> str:
+    """The class; a norm that was converted to work over processes is what it was before."""
+    return type(module).__name__.removeprefix("Sync").replace("BatchNorm2d", "BatchNorm")
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(_is_plain(item) for item in value)
+    return isinstance(value, bool | int | float | str | FunctionType | type | None)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return value.__qualname__ if isinstance(value, FunctionType | type) else value
+
+
+# images and the card
+
+
+def _image_config(
+    model: Any,
+    origin: Origin,
+    classes: Sequence[str] | None,
+    image_size: int | None,
+    mean: Sequence[float] | None,
+    std: Sequence[float] | None,
+) -> dict[str, Any]:
+    """How images become input, and what the outputs are, as timm writes it."""
+    from cenet.models.inserted import complete_
+    from cenet.models.lookup import image_config
+
+    config = dict(getattr(model, "pretrained_cfg", None) or {})
+    if not config and origin.build is None:
+        config = image_config(origin.name)
+    if not config and None in (image_size, mean, std):
+        raise ValueError(
+            f"how {origin.name} takes images is not known; give image_size=, mean= and std="
+        )
+    config = {key: value for key, value in config.items() if key not in ABOUT_OTHER_WEIGHTS}
+    if config.get("num_classes") != model.num_classes:
+        config.pop("label_names", None)
+        config.pop("label_descriptions", None)
+    mean = tuple(float(value) for value in (config["mean"] if mean is None else mean))
+    std = tuple(float(value) for value in (config["std"] if std is None else std))
+    if len(mean) != len(std) or not all(value > 0 for value in std):
+        raise ValueError(
+            f"mean={mean} and std={std} must have a value each for every channel, std > 0"
+        )
+    channels = config.get("input_size", (len(mean),))[0]
+    if image_size is not None:
+        for key in ("test_input_size", "test_crop_pct", "pool_size", "test_pool_size"):
+            config.pop(key, None)
+        config["input_size"] = (channels, image_size, image_size)
+    if classes is not None:
+        if len(classes) != model.num_classes:
+            raise ValueError(
+                f"classes has {len(classes)} names, the network {model.num_classes} outputs"
+            )
+        config["label_names"] = tuple(classes)
+    config.setdefault("crop_pct", 1.0)
+    config.setdefault("interpolation", "bilinear")
+    classifier = config.get("classifier") or complete_(model)
+    return {**config, "mean": mean, "std": std, "classifier": classifier}
+
+
+def _card(
+    name: str,
+    config: dict[str, Any],
+    origin: Origin,
+    settings: list[dict[str, Any]],
+    data: str | None,
+    metrics: Mapping[str, float] | None,
+) -> str:
+    """The model card. It names no licence: that is for whoever publishes the weights to choose."""
+    sites = sum(len(entry["sites"]) for entry in settings)
+    starts = sorted({entry["start"] for entry in settings})
+    with_ce = f" with channel equilibrium (CE) behind {sites} norms, start {' and '.join(starts)}"
+    labels = config.get("label_names")
+    rows = {
+        "network": f"{origin.name}{with_ce if sites else ''}",
+        "images": "×".join(str(side) for side in config["input_size"]),
+        "mean, std": f"{config['mean']}, {config['std']} for values from 0 to 1",
+        "scaled and cropped": f"shorter side to size / {config['crop_pct']:g}, middle; "
+        f"{config['interpolation']}",
+        "classes": f"{config['num_classes']}"
+        + (f": {', '.join(labels[:10])}{', …' * (len(labels) > 10)}" if labels else ""),
+        "trained on": data or "not said",
+        **{key: f"{value:.4g}" for key, value in (metrics or {}).items()},
+    }
+    call = f'cenet.load("{name}")'
+    if origin.build is not None:
+        short = origin.name.split(":")[1]
+        call = f'cenet.load("{name}", network={short})  # {origin.name}'
+    hub = (
+        ""
+        if origin.build is not None
+        else (
+            "\nWith timm, after `import cenet.models`: "
+            f'`timm.create_model("local-dir:{name}", pretrained=True)`, or `hf-hub:OWNER/NAME`.\n'
+        )
+    )
+    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+    return f"""---
+tags:
+- image-classification
+- timm
+- channel-equilibrium
+library_name: timm
+pipeline_tag: image-classification
+---
+# {name}
+
+| | |
+|---|---|
+{table}
+
+```python
+import cenet
+
+model = {call}
+```
+{hub}
+Licence: not chosen yet. Add `license:` to the head of this file before you publish the weights.
+"""
