@@ -55,6 +55,13 @@ class Gate(NamedTuple):
     w2: Tensor  # (C, hidden)
 
 
+class Operator(NamedTuple):
+    """The block on normalized images, x̃ -> A·x̃ + w_n ⊙ x̃. A part that is missing is None."""
+
+    A: Tensor | None  # (G, K, K)
+    w: Tensor | None  # (N, C), or (1, 1) if it is the same for all
+
+
 class Coefficients(NamedTuple):
     """The map that `mix` applies. P is None without decorrelation, d without a per-sample term."""
 
@@ -313,7 +320,6 @@ def instance_gain(var: Tensor, scale: Tensor, inv_std: Tensor, gate: Gate) -> Te
     return instance_gate(var * scale.square() * inv_std.square(), gate) * inv_std
 
 
-@full_precision
 def coefficients(
     scale: Tensor,
     shift: Tensor,
@@ -337,23 +343,40 @@ def coefficients(
         lam: λ in (0, 1), needed when both branches are there.
         blend: α. The result is x̃ + α · (block(x̃) − x̃).
     """
-    shift = shift.reshape(-1, scale.numel())
-    matrix, d, c = None, None, torch.zeros_like(shift)
-    if inv_sqrt is not None:
-        group_size = inv_sqrt.shape[-1]
-        weighted = inv_sqrt if lam is None else lam * inv_sqrt
-        matrix = weighted * grouped(scale, group_size)[:, None, :]
-        shifted = weighted @ grouped(shift, group_size)[..., None]
-        c = c + shifted.flatten(1)[:, : scale.numel()]
-    if gain is not None:
-        weighted = gain if lam is None else (1 - lam) * gain
-        d = weighted * scale
-        c = c + weighted * shift
+    return with_norm(operator(inv_sqrt, gain, lam, blend), scale, shift)
+
+
+def operator(
+    inv_sqrt: Tensor | None, gain: Tensor | None, lam: Tensor | None, blend: Tensor | None
+) -> Operator:
+    """The block as an operator on x̃; arguments as of `coefficients`."""
+    A = inv_sqrt if inv_sqrt is None or lam is None else lam * inv_sqrt
+    w = gain if gain is None or lam is None else (1 - lam) * gain
     if blend is not None:
-        matrix = None if matrix is None else blend * matrix
-        d = (1 - blend) * scale[None] if d is None else (1 - blend) * scale + blend * d
-        c = (1 - blend) * shift + blend * c
-    return Coefficients(matrix, d, c)
+        A = None if A is None else blend * A
+        w = (1 - blend).reshape(1, 1) if w is None else (1 - blend) + blend * w
+    return Operator(A, w)
+
+
+@full_precision
+def _shifted(shift: Tensor, A: Tensor) -> Tensor:
+    """A·shift: (N or 1, C) -> (N or 1, C)."""
+    product = A @ grouped(shift, A.shape[-1])[..., None]
+    return product.flatten(1)[:, : shift.shape[1]]
+
+
+def with_norm(found: Operator, scale: Tensor, shift: Tensor) -> Coefficients:
+    """The operator behind a normalizer, as one affine map of x."""
+    shift = shift.reshape(-1, scale.numel())
+    A, w = found
+    P, d, c = None, None, torch.zeros_like(shift)
+    if A is not None:
+        P = A * grouped(scale, A.shape[-1])[:, None, :]
+        c = c + _shifted(shift, A)
+    if w is not None:
+        d = w * scale
+        c = c + w * shift
+    return Coefficients(P, d, c)
 
 
 @full_precision

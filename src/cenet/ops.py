@@ -15,7 +15,7 @@ norm_ce, `state`, is one tensor with all that the backward pass needs besides x
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -250,9 +250,9 @@ def _through_activation(grad: Tensor, y: Tensor, act: str, slope: float) -> Tens
 
 class _NoSecondDerivative(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> Any:
+    def forward(ctx: Any, operator: Any, *args: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
-            return norm_ce_backward(*args)
+            return operator(*args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -270,11 +270,12 @@ def _autograd_norm_ce(*args: Any) -> Any:
     return _NormCE.apply(call.x, call.residual, *call.parameters(), call)
 
 
-def _autograd_norm_ce_backward(*args: Any) -> Any:
+def without_derivative(operator: Any, *args: Any) -> Any:
+    """Call an operator of a backward pass; its own backward pass raises RuntimeError."""
     if _wants_gradients(args):
-        return _NoSecondDerivative.apply(*args)
+        return _NoSecondDerivative.apply(operator, *args)
     with torch._C._AutoDispatchBelowAutograd():
-        return norm_ce_backward(*args)
+        return operator(*args)
 
 
 def _wants_gradients(args: Sequence[Any]) -> bool:
@@ -297,7 +298,7 @@ for _name, _cuda, _fake in (
     _library.impl(_name, _cuda, "CUDA")
     torch.library.register_fake(f"cenet::{_name}", _fake, lib=_library)
 _library.impl("norm_ce", _autograd_norm_ce, "Autograd")
-_library.impl("norm_ce_backward", _autograd_norm_ce_backward, "Autograd")
+_library.impl("norm_ce_backward", partial(without_derivative, norm_ce_backward), "Autograd")
 _library.impl("folded_ce", _refuse_gradients, "Autograd")
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from _build import Case, build, make_input, twin
 from _checks import RTOL, assert_close
 from _reference import Block, Parameters, activate, decorrelate, normalize, reweight
-from cenet import ops
+from cenet import ops, passes
 from cenet.kernels import layer
 from cenet.kernels.averages import average_
 from cenet.kernels.call import AVERAGES, PARAMETERS, FoldedCECall, Mode, NormCECall
@@ -340,6 +340,8 @@ def register_on_cpu() -> torch.library.Library:
     library = torch.library.Library("cenet", "IMPL")
     for name in ("norm_ce", "norm_ce_backward", "folded_ce"):
         library.impl(name, getattr(ops, f"_{name}"), "CPU")
+    for name in ("measure", "measure_backward", "apply_map", "apply_map_backward"):
+        library.impl(name, getattr(passes, f"_{name}"), "CPU")
     return library
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 import cenet.nn.fused as fused
+import cenet.nn.merged as merged
 from cenet import functional as F
 from cenet.nn.ranks import Ranks, SyncGroup, gather
 from cenet.nn.statistics import Layout, Statistics, merge, message, of_rank
@@ -65,7 +66,7 @@ def check_images(x: Tensor, channels: int) -> None:
 
 
 class EquilibriumLayer(nn.Module):
-    """Base class of the three CE layers: measure x, compute coefficients from it, mix.
+    """Base class of the three CE layers: measure x, compute an operator from it, mix.
 
     Attributes:
         frozen: use the running statistics in training mode too. Set by `freeze`, which `.train()`
@@ -99,9 +100,11 @@ class EquilibriumLayer(nn.Module):
     def equilibrate(self, x: Tensor, act: nn.Module | None, residual: Tensor | None) -> Tensor:
         """act(CE(x) + residual) for a checked x, in one operator where the kernels can."""
         batch = self.uses_batch(x)
-        branches = self.branches()
-        if fused.can_fuse(x, None, branches, synchronized=self.ranks() is not None):
-            return fused.run(x, None, branches, act, residual, batch=batch)
+        branches, alone = self.branches(), self.ranks() is None
+        if fused.can_fuse(x, None, branches, alone=alone):
+            if alone:
+                return fused.run(x, None, branches, act, residual, batch=batch)
+            return merged.run(x, None, self, act, residual, norm_batch=False)
         # cast once: the two gradients of x are then added before they are rounded
         values = x.to(F.statistics_dtype(x))
         scale = values.new_ones(self.num_features)
@@ -111,7 +114,7 @@ class EquilibriumLayer(nn.Module):
             shift = offset + center
         moments = self.measure(values, batch=batch and x.numel() > 0, offset=offset)
         statistics = self.summarize(values, moments, center, norm=False) if batch else None
-        coefficients = self.coefficients(moments, scale, shift, statistics)
+        coefficients = F.with_norm(self.operator(moments, scale, statistics), scale, shift)
         return finish(F.mix(values, *coefficients).to(x.dtype), act, residual)
 
     def branches(self) -> fused.Branches:
@@ -126,7 +129,7 @@ class EquilibriumLayer(nn.Module):
         offset: Tensor | None,
         sign: Tensor | None = None,
     ) -> F.Moments | None:
-        """Take the moments that `coefficients` will ask for, or None if it needs none.
+        """Take the moments that `operator` will ask for, or None if it needs none.
 
         Args:
             x: the images, or their centered values.
@@ -140,16 +143,12 @@ class EquilibriumLayer(nn.Module):
         """The variances (N, C) that instance reweighting works with, or None without it."""
         return None
 
-    def coefficients(
-        self,
-        moments: F.Moments | None,
-        scale: Tensor,
-        shift: Tensor,
-        statistics: Statistics | None,
-    ) -> F.Coefficients:
-        """Compute the coefficients of norm and layer together.
+    def operator(
+        self, moments: F.Moments | None, scale: Tensor, statistics: Statistics | None
+    ) -> F.Operator:
+        """Compute what the layer does to x̃, the output of a norm with this scale.
 
-        They come from the statistics of the batch, which enter the running averages; if
+        It comes from the statistics of the batch, which enter the running averages; if
         `statistics` is None, from the running averages.
         """
         raise NotImplementedError

@@ -102,25 +102,15 @@ class ChannelEquilibrium2d(EquilibriumLayer):
         return branch.measure(x, batch=batch, offset=offset, sign=sign)
 
     @override
-    def coefficients(
-        self,
-        moments: F.Moments | None,
-        scale: Tensor,
-        shift: Tensor,
-        statistics: Statistics | None,
-    ) -> F.Coefficients:
+    def operator(
+        self, moments: F.Moments | None, scale: Tensor, statistics: Statistics | None
+    ) -> F.Operator:
         inv_sqrt = self.bd.inv_sqrt(scale, statistics)
         self.bd.track(inv_sqrt, statistics)
         inv_std = self.ir.inv_std(scale, statistics)
         self.ir.track(inv_std, statistics)
-        return F.coefficients(
-            scale,
-            shift,
-            inv_sqrt=inv_sqrt,
-            gain=self.ir.gain(moments, scale, inv_std),
-            lam=self.mix_logit.to(scale.dtype).sigmoid().squeeze(0),
-            blend=self.blend,
-        )
+        lam = self.mix_logit.to(scale.dtype).sigmoid().squeeze(0)
+        return F.operator(inv_sqrt, self.ir.gain(moments, scale, inv_std), lam, self.blend)
 
     @override
     def instance_var(self, moments: F.Moments | None) -> Tensor:
@@ -227,16 +217,12 @@ class BatchDecorrelation2d(EquilibriumLayer):
             average_(averages, self.num_batches_tracked, self.momentum, debias=True)
 
     @override
-    def coefficients(
-        self,
-        moments: F.Moments | None,
-        scale: Tensor,
-        shift: Tensor,
-        statistics: Statistics | None,
-    ) -> F.Coefficients:
+    def operator(
+        self, moments: F.Moments | None, scale: Tensor, statistics: Statistics | None
+    ) -> F.Operator:
         inv_sqrt = self.inv_sqrt(scale, statistics)
         self.track(inv_sqrt, statistics)
-        return F.coefficients(scale, shift, inv_sqrt=inv_sqrt, blend=self.blend)
+        return F.operator(inv_sqrt, None, None, self.blend)
 
     @override
     def branches(self) -> Branches:
@@ -367,17 +353,12 @@ class InstanceReweighting2d(EquilibriumLayer):
         return F.instance_gain(var, scale, inv_std, self.gate)
 
     @override
-    def coefficients(
-        self,
-        moments: F.Moments | None,
-        scale: Tensor,
-        shift: Tensor,
-        statistics: Statistics | None,
-    ) -> F.Coefficients:
+    def operator(
+        self, moments: F.Moments | None, scale: Tensor, statistics: Statistics | None
+    ) -> F.Operator:
         inv_std = self.inv_std(scale, statistics)
         self.track(inv_std, statistics)
-        gain = self.gain(moments, scale, inv_std)
-        return F.coefficients(scale, shift, gain=gain, blend=self.blend)
+        return F.operator(None, self.gain(moments, scale, inv_std), None, self.blend)
 
     @override
     def branches(self) -> Branches:

@@ -64,14 +64,16 @@ def no_kernel_for(ir: Reweighting) -> str | None:
     return "they do not have the released code's variant of the gate" if ir.released else None
 
 
-def can_fuse(x: Tensor, norm: Any, branches: Branches, *, synchronized: bool) -> bool:
-    """Whether `run` can take x; RuntimeError if the chosen backend demands it and it cannot."""
+def can_fuse(x: Tensor, norm: Any, branches: Branches, *, alone: bool) -> bool:
+    """Whether kernels can take x; RuntimeError if the chosen backend demands it and they cannot.
+
+    If the layer is `alone`, `run` takes it; if ranks are merged, `merged.run`.
+    """
     bd, ir = branches.bd, branches.ir
     tensors = [*_affine(norm), branches.mix_logit, branches.blend, *(branches.gate or ())]
     group_size = 1 if bd is None else bd.group_size
-    unless = None if ir is None else no_kernel_for(ir)
-    if synchronized:
-        unless = "they do not merge statistics of several ranks"
+    # between the passes over x, merged ranks use plain PyTorch, which has that variant too
+    unless = None if ir is None or not alone else no_kernel_for(ir)
     return ops.use_kernels(x, tensors, group_size, unless)
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import cenet.nn.fused as fused
+import cenet.nn.merged as merged
 from cenet import functional as F
 from cenet.nn.base import EquilibriumLayer, call_as_leaf, finish, is_proxy
 from cenet.nn.norms import (
@@ -132,8 +133,10 @@ class NormCE2d(nn.Module):
                 f"got input size {tuple(x.shape)}"
             )
         branches = ce.branches()
-        if fused.can_fuse(x, norm, branches, synchronized=not alone):
-            return fused.run(x, norm, branches, act, residual, batch=ce_batch)
+        if fused.can_fuse(x, norm, branches, alone=alone):
+            if alone:
+                return fused.run(x, norm, branches, act, residual, batch=ce_batch)
+            return merged.run(x, norm, ce, act, residual, norm_batch=norm_batch)
         # cast once: the two gradients of x are then added before they are rounded
         values = x.to(F.statistics_dtype(x))
         measured = ce_batch and x.numel() > 0
@@ -150,7 +153,8 @@ class NormCE2d(nn.Module):
         scale, shift = affine(norm, values, statistics if norm_batch else None, center)
         if offset is not None:
             shift = shift + offset * scale
-        coefficients = ce.coefficients(moments, scale, shift, statistics if ce_batch else None)
+        operator = ce.operator(moments, scale, statistics if ce_batch else None)
+        coefficients = F.with_norm(operator, scale, shift)
         return finish(F.mix(values, *coefficients).to(x.dtype), act, residual)
 
     def _load_from_state_dict(

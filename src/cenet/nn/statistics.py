@@ -96,7 +96,9 @@ def message(
     center = moments.mean.new_zeros(()) if center is None else center
     n, _, height, width = x.shape
     windows = -(-height // layout.pool) * -(-width // layout.pool)
-    counts = [x.new_full((), count) for count in (n, n * height * width, n * windows)]
+    # in the dtype of the moments: x may be in half precision, which holds no large count
+    numbers = (n, n * height * width, n * windows)
+    counts = [moments.mean.new_full((), number) for number in numbers]
     parts = {"counts": torch.stack(counts)}
     if layout.group_size is not None:
         assert moments.cov is not None
