@@ -65,6 +65,17 @@ def few_files(files_folder):
     return image_folders(files_folder, 16, resident=False)
 
 
+@pytest.fixture(scope="session")
+def three_runs(tmp_path_factory):
+    """The folder of three runs and their page; not to be changed."""
+    from _pages import write_three_runs
+    from cenet.report import write_page
+
+    root = tmp_path_factory.mktemp("runs")
+    write_page(write_three_runs(root), root / "page.html")
+    return root
+
+
 @pytest.fixture
 def few_drawn(monkeypatch):
     """Six shapes to train on and three to test with."""

@@ -1,6 +1,9 @@
 """The command line as a user meets it."""
 
-from contextlib import nullcontext
+import errno
+import io
+import os
+from contextlib import contextmanager, nullcontext, redirect_stdout
 
 import pytest
 import torch
@@ -37,6 +40,51 @@ def test_sites_of_a_network(printed):
     assert "8 of 20 sites by default" in text
     assert "layer4.1.bn2" in text
     assert "8 of 8 sites" in printed("sites", "torchvision/vgg11_bn")
+
+
+@contextmanager
+def closed_pipe(buffered):
+    """stdout is a pipe whose reader has gone. No fixture: pytest would put back its own stdout."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    raw = io.FileIO(writer, "w")
+    stream = io.TextIOWrapper(io.BufferedWriter(raw) if buffered else raw, write_through=True)
+    with stream, redirect_stdout(stream):  # in the end writes what is left, as Python does
+        yield
+
+
+def exit_status(monkeypatch, *arguments):
+    """The status, or the line that Python prints."""
+    try:
+        call(monkeypatch, *arguments)
+    except SystemExit as left:
+        return left.code or 0
+    return 0
+
+
+@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize(
+    "arguments", ["--version", "--help", "train vgg16_plain --help", "recipes", "report run"]
+)
+def test_a_closed_pipe_ends_a_command_quietly(arguments, buffered, monkeypatch, capfd):
+    monkeypatch.setattr("cenet.report.write_page", lambda runs, out: out)
+    with closed_pipe(buffered):
+        assert exit_status(monkeypatch, *arguments.split()) in (0, 1)
+    assert capfd.readouterr().err == ""
+
+
+def test_an_error_is_told_without_a_reader_of_the_output(monkeypatch):
+    with closed_pipe(buffered=True):
+        assert "is not a timm model" in exit_status(monkeypatch, "sites", "resnet5000")
+
+
+def test_another_pipe_that_breaks_is_an_error(monkeypatch):
+    def fail(runs, out):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr("cenet.report.write_page", fail)
+    with open(os.devnull, "w") as stream, redirect_stdout(stream):
+        assert "Broken pipe" in exit_status(monkeypatch, "report", "run")
 
 
 @pytest.mark.parametrize(

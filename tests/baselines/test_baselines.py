@@ -243,17 +243,22 @@ def torch_norms(dtype=torch.float64):
     ]
 
 
+def assert_same_passes(layer, reference, seed=0):
+    """Output and gradient of one batch."""
+    x, z = images(seed=seed).requires_grad_(), images(seed=seed).requires_grad_()
+    y, expected = layer(x), reference(z)
+    y.pow(3).sum().backward()
+    expected.pow(3).sum().backward()
+    assert_close("y", y, expected, 1e-10)
+    assert_close("x.grad", x.grad, z.grad, 1e-9)
+
+
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_switchable_norm_of_one_choice_is_a_norm_of_torch(index):
     layer, norm = push(build("sn", dtype=torch.float64), index, index), torch_norms()[index]
     norm.load_state_dict({k: layer.state_dict()[k] for k in norm.state_dict()})
     for seed in range(3):
-        x, z = images(seed=seed).requires_grad_(), images(seed=seed).requires_grad_()
-        y, reference = layer(x), norm(z)
-        y.pow(3).sum().backward()
-        reference.pow(3).sum().backward()
-        assert_close("y", y, reference, 1e-10)
-        assert_close("x.grad", x.grad, z.grad, 1e-9)
+        assert_same_passes(layer, norm, seed)
     for name, buffer in norm.named_buffers():
         assert_close(name, layer.get_buffer(name).double(), buffer.double(), 1e-12)
     layer.eval()
@@ -265,12 +270,7 @@ def test_switchable_whitening_of_the_batch_is_iter_norm():
     layer = push(build("sw a", momentum=1.0, dtype=torch.float64), 0, 0)
     twin = IterNorm2d(C, group_size=K, momentum=1.0, dtype=torch.float64)
     twin.load_state_dict({"weight": layer.weight, "bias": layer.bias}, strict=False)
-    x, z = images().requires_grad_(), images().requires_grad_()
-    y, reference = layer(x), twin(z)
-    y.pow(3).sum().backward()
-    reference.pow(3).sum().backward()
-    assert_close("y", y, reference, 1e-10)
-    assert_close("x.grad", x.grad, z.grad, 1e-9)
+    assert_same_passes(layer, twin)
     assert_close("running_mean", layer.running_mean, twin.running_mean, 1e-12)
 
 
@@ -289,12 +289,7 @@ def test_switchable_whitening_of_a_diagonal_is_a_norm_of_torch(index, norm):
     norm = torch_norms()[norm]
     norm.load_state_dict({"weight": layer.weight, "bias": layer.bias}, strict=False)
     for seed in range(3):
-        x, z = images(seed=seed).requires_grad_(), images(seed=seed).requires_grad_()
-        y, reference = layer(x), norm(z)
-        y.pow(3).sum().backward()
-        reference.pow(3).sum().backward()
-        assert_close("y", y, reference, 1e-10)
-        assert_close("x.grad", x.grad, z.grad, 1e-9)
+        assert_same_passes(layer, norm, seed)
     layer.eval()
     norm.eval()
     assert_close("evaluation", layer(images(seed=5)), norm(images(seed=5)), 1e-10)

@@ -28,17 +28,26 @@ SERVER.set_forkserver_preload(["torch.distributed", "torchvision", "timm", "cene
 def run(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 120) -> list[Any]:
     """`function(rank, *args)` on every rank; what each returned."""
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.start_processes(
-            _work, (function, ranks, folder, args), ranks, join=False, start_method="forkserver"
-        )
-        deadline = time.monotonic() + timeout
-        while not context.join(1):  # true when the last rank has ended
-            if time.monotonic() > deadline:
-                for process in context.processes:
-                    process.kill()
-                raise TimeoutError(f"the ranks did not end within {timeout} s")
+        _processes(_work, (function, ranks, folder, args), ranks, timeout)
         results = [Path(folder, f"{rank}.pt") for rank in range(ranks)]
         return [torch.load(result, weights_only=False) for result in results]
+
+
+def run_alone(function: Callable[..., Any], *args: Any, timeout: float = 120) -> None:
+    """`function(*args)` in a process that has no threads and no process group: it may fork."""
+    _processes(_call, (function, args), 1, timeout)
+
+
+def _processes(
+    work: Callable[..., None], args: tuple[Any, ...], ranks: int, timeout: float
+) -> None:
+    context = mp.start_processes(work, args, ranks, join=False, start_method="forkserver")
+    deadline = time.monotonic() + timeout
+    while not context.join(1):  # true when the last rank has ended
+        if time.monotonic() > deadline:
+            for process in context.processes:
+                process.kill()
+            raise TimeoutError(f"the processes did not end within {timeout} s")
 
 
 def torchrun(*arguments: str, processes: int = 2) -> subprocess.Popen[bytes]:
@@ -70,6 +79,11 @@ def _work(rank: int, function: Callable[..., Any], ranks: int, folder: str, args
     with joined(rank, ranks, folder, TIMEOUT):
         result = function(rank, *args)
     torch.save(result, Path(folder, f"{rank}.pt"))
+
+
+def _call(rank: int, function: Callable[..., Any], args: Any) -> None:
+    torch.set_num_threads(1)
+    function(*args)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from _build import Case, build, make_input, twin
 from _checks import RTOL, assert_close
+from _interpreter import patch_once_per_launch
 from _reference import Block, Parameters, activate, decorrelate, normalize, reweight
 from cenet import ops, passes
 from cenet.kernels import layer
@@ -25,6 +26,8 @@ from cenet.kernels.folded_gate import SPLITS, folded_gate
 from cenet.kernels.moments import measure
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    patch_once_per_launch()
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="triton compiles here")
 each_device = pytest.mark.parametrize(
     "device",

@@ -22,6 +22,8 @@ ALONE = Processes(0, 1, torch.device("cpu"))
 
 
 TINY = replace(RECIPES["digits_ce"], epochs=2, batch_size=16, warmup_epochs=0.5, accuracy=None)
+# a quarter of the time, for tests in which the network does not matter
+PLAIN = replace(TINY, block="plain")
 
 
 def few_digits(train=96, test=64):

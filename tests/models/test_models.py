@@ -373,18 +373,22 @@ def test_exported_program(tmp_path):
     assert model.training  # as it was
 
 
-def test_a_fine_tune_from_stock_weights_to_onnx(tmp_path):
+@pytest.mark.parametrize("name", ["vgg6", pytest.param("resnet18", marks=pytest.mark.slow)])
+def test_a_fine_tune_from_stock_weights_to_onnx(name, tmp_path):
     runtime = pytest.importorskip("onnxruntime")
     torch.manual_seed(0)
-    # with branches that do something: timm starts their last norms at zero
-    stock = timm.create_model("resnet18", num_classes=5, zero_init_last=False)
+    if name == "resnet18":
+        # with branches that do something: timm starts their last norms at zero
+        stock = timm.create_model(name, num_classes=5, zero_init_last=False)
+        x = images("ceresnet18")
+    else:
+        stock, x = create_model(name, "plain", num_classes=5), torch.randn(4, 3, 8, 8)
     torch.save(stock.state_dict(), tmp_path / "stock.pth")
-    model = create_model("resnet18", start="identity", num_classes=5)
+    model = create_model(name, start="identity", num_classes=5)
     state = torch.load(tmp_path / "stock.pth", weights_only=True)
     missing, unknown = model.load_state_dict(state, strict=False)
     assert not unknown
     assert all(".ce." in key for key in missing)
-    x = images("ceresnet18")
     assert relative_error(model.eval()(x), stock.eval()(x)) < 1e-5  # CE changes nothing yet
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
@@ -396,7 +400,7 @@ def test_a_fine_tune_from_stock_weights_to_onnx(tmp_path):
     model.eval()
     assert all(m.ce.blend.item() != 0 for m in model.modules() if isinstance(m, NormCE2d))
     torch.save(model.state_dict(), tmp_path / "tuned.pth")
-    again = create_model("resnet18", start="identity", num_classes=5).eval()
+    again = create_model(name, start="identity", num_classes=5).eval()
     again.load_state_dict(torch.load(tmp_path / "tuned.pth", weights_only=True))
     assert torch.equal(again(x), model(x))
     assert relative_error(fold_ce(again)(x), model(x)) < 1e-4

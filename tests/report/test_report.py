@@ -18,7 +18,6 @@ from _pages import (
     sections,
     source,
     write_run,
-    write_three_runs,
 )
 from cenet.analysis.diagnosis import Diagnosis
 from cenet.formatting import show
@@ -29,21 +28,13 @@ from cenet.train.recipes import Recipe
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Three runs, and their page."""
-    root = tmp_path_factory.mktemp("runs")
-    write_page(write_three_runs(root), root / "page.html")
-    return root
+def page(three_runs):
+    return Reader((three_runs / "page.html").read_text())
 
 
-@pytest.fixture(scope="module")
-def page(folder):
-    return Reader((folder / "page.html").read_text())
-
-
-def test_tables_hold_the_numbers_of_the_source(folder):
-    found = figures(build_page(read_sources([folder / "ce"])))
-    content = json.loads((folder / "ce" / "diagnosis.json").read_text())
+def test_tables_hold_the_numbers_of_the_source(three_runs):
+    found = figures(build_page(read_sources([three_runs / "ce"])))
+    content = json.loads((three_runs / "ce" / "diagnosis.json").read_text())
     layers = list(enumerate(content["layers"], 1))
 
     def rows(*measures):
@@ -72,9 +63,9 @@ def test_tables_hold_the_numbers_of_the_source(folder):
     assert [row[1] for row in found["maps"].table.rows] == shown
 
 
-def test_tables_of_channels_hold_the_numbers_of_the_source(folder):
-    found = figures(build_page(read_sources([folder / "ce"])))
-    content = json.loads((folder / "ce" / "diagnosis.json").read_text())
+def test_tables_of_channels_hold_the_numbers_of_the_source(three_runs):
+    found = figures(build_page(read_sources([three_runs / "ce"])))
+    content = json.loads((three_runs / "ce" / "diagnosis.json").read_text())
     layers = content["layers"]
     total = sum(layer["channels"] for layer in layers)
     shares = dict(found["activity"].table.rows)
@@ -103,8 +94,8 @@ def test_tables_of_channels_hold_the_numbers_of_the_source(folder):
     assert found["importance"].table.rows[0][3:5] == (0.41, max(one["divergence"]))
 
 
-def test_training_tables_are_those_of_metrics(folder):
-    found = figures(build_page(read_sources([folder / "plain", folder / "ce"])))
+def test_training_tables_are_those_of_metrics(three_runs):
+    found = figures(build_page(read_sources([three_runs / "plain", three_runs / "ce"])))
     plain, ce = metrics(0, ce=False), metrics(1)
     for key, column in (("loss", "loss"), ("accuracy", "top1")):
         assert found[key].table.rows == tuple(
@@ -113,8 +104,8 @@ def test_training_tables_are_those_of_metrics(folder):
         )
 
 
-def test_the_page_shows_the_tables(folder, page):
-    built = figures(build_page(read_sources([folder / n for n in ("plain", "ce", "ce_again")])))
+def test_the_page_shows_the_tables(three_runs, page):
+    built = figures(build_page(read_sources([three_runs / n for n in ("plain", "ce", "ce_again")])))
     assert set(page.tables) == {f"figure-{key}" for key in built}
     for key, figure in built.items():
         head, *rows = page.tables[f"figure-{key}"]
@@ -126,10 +117,10 @@ def test_the_page_shows_the_tables(folder, page):
         ]
 
 
-def test_headline_compares_the_runs(folder):
-    built = build_page(read_sources([folder / n for n in ("plain", "ce", "ce_again")]))
+def test_headline_compares_the_runs(three_runs):
+    built = build_page(read_sources([three_runs / n for n in ("plain", "ce", "ce_again")]))
     facts = {fact.name: fact for fact in built.facts}
-    content = json.loads((folder / "ce" / "diagnosis.json").read_text())
+    content = json.loads((three_runs / "ce" / "diagnosis.json").read_text())
     layers = content["layers"]
     total = sum(layer["channels"] for layer in layers)
     assert facts["top-1"].values == ("87.80\u202f%", "89.60\u202f%", "–")
@@ -157,9 +148,9 @@ def test_headline_compares_the_runs(folder):
     assert built.facts[-1].values[1] == f"{100 * content['first_six']:.2f}\u202f%"
 
 
-def test_captions_say_what_the_numbers_say(folder):
-    found = figures(build_page(read_sources([folder / "plain", folder / "ce"])))
-    content = json.loads((folder / "plain" / "diagnosis.json").read_text())
+def test_captions_say_what_the_numbers_say(three_runs):
+    found = figures(build_page(read_sources([three_runs / "plain", three_runs / "ce"])))
+    content = json.loads((three_runs / "plain" / "diagnosis.json").read_text())
     for key, measure in (
         ("dormant", lambda layer: len(layer["dormant_0.1"]) / layer["channels"]),
         ("inhibited", lambda layer: layer["inhibited_ratio"]),
@@ -172,19 +163,19 @@ def test_captions_say_what_the_numbers_say(folder):
     assert "plain 0.630, ce 0.410" in found["importance"].caption
     # λ is known of one run only, and the caption says of which
     assert re.search(r"layers with CE: ce 0\.\d+\.", found["lambda"].caption)
-    alone = figures(build_page(read_sources([folder / "ce"])))
+    alone = figures(build_page(read_sources([three_runs / "ce"])))
     assert "1 when one matters alone: 0.410." in alone["importance"].caption
 
 
-def test_the_paper_s_figure_is_the_last_of_its_section(folder):
-    built = build_page(read_sources([folder / "ce"]))
+def test_the_paper_s_figure_is_the_last_of_its_section(three_runs):
+    built = build_page(read_sources([three_runs / "ce"]))
     (section,) = (section for section in built.sections if section.key == "channels")
     assert [figure.key for figure in section.figures][::7] == ["dormant", "inhibited"]
     assert "inhibited" not in "".join(f.caption + f.title for f in section.figures[:-1])
 
 
-def test_ablation_draws_both_orders_and_says_once_what_they_mean(folder, tmp_path):
-    sources = read_sources([folder / "plain", folder / "ce"])
+def test_ablation_draws_both_orders_and_says_once_what_they_mean(three_runs, tmp_path):
+    sources = read_sources([three_runs / "plain", three_runs / "ce"])
     figure = figures(build_page(sources))["ablation"]
     assert [panel.name for panel in figure.panels] == ["plain", "ce"]
     for run, (panel, one) in enumerate(zip(figure.panels, sources, strict=True)):
@@ -203,7 +194,7 @@ def test_ablation_draws_both_orders_and_says_once_what_they_mean(folder, tmp_pat
         f"on 512 images: the binomial standard error of a point is at most {100 * error:.1f}"
         in (figure.caption)
     )
-    text = Reader(write_page([folder / "ce"], tmp_path / "page.html").read_text()).text
+    text = Reader(write_page([three_runs / "ce"], tmp_path / "page.html").read_text()).text
     assert text.count("does not rely on particular channels") == 1
     assert text.count("redundant or inactive") == 1
 
@@ -222,8 +213,8 @@ def test_the_band_of_importance_is_two_standard_errors_wide(monkeypatch):
     assert series.high == pytest.approx([0.54, None, 0.3])
 
 
-def test_removal_is_said_in_a_sentence(folder):
-    built = build_page(read_sources([folder / "ce"]))
+def test_removal_is_said_in_a_sentence(three_runs):
+    built = build_page(read_sources([three_runs / "ce"]))
     (section,) = (section for section in built.sections if section.key == "ablation")
     assert section.words == (
         "Removing all 37 prunable channels at once changes top-1 from 90.00\u202f% to 89.85\u202f% "
@@ -257,8 +248,8 @@ def test_the_verdict_stands_at_the_top(tmp_path):
     assert re.findall(r"<code>(.*?)</code>", free) == sites
 
 
-def test_each_of_several_runs_has_its_verdict_in_a_line(folder):
-    page = Reader((folder / "page.html").read_text())
+def test_each_of_several_runs_has_its_verdict_in_a_line(three_runs):
+    page = Reader((three_runs / "page.html").read_text())
     top = page.text[: page.text.index("At a glance")]
     assert ("section", "class", "verdict") not in page.attributes
     assert [top.count(words) for words in ("Try CE.", "Nothing to do: few")] == [1, 1]
@@ -332,11 +323,11 @@ def test_layer_axes_carry_names(tmp_path):
     assert written["f.8.relu"] == "features.8.relu"
 
 
-def test_layers_are_counted_in_a_table(folder):
-    built = build_page(read_sources([folder / "plain"]))
+def test_layers_are_counted_in_a_table(three_runs):
+    built = build_page(read_sources([three_runs / "plain"]))
     (section,) = (section for section in built.sections if section.key == "layers")
     (table,) = section.tables
-    content = json.loads((folder / "plain" / "diagnosis.json").read_text())
+    content = json.loads((three_runs / "plain" / "diagnosis.json").read_text())
     names = [column.name for column in table.columns]
     for name, key in (
         ("dormant", "dormant_0.1"), ("rare", "fires_below_1_percent"), ("prunable", "prunable"),
@@ -347,8 +338,8 @@ def test_layers_are_counted_in_a_table(folder):
     assert {row[names.index("CE")] for row in table.rows} == {"site"}
 
 
-def test_panels_of_a_run_stand_together(folder):
-    built = figures(build_page(read_sources([folder / "plain", folder / "ce"])))
+def test_panels_of_a_run_stand_together(three_runs):
+    built = figures(build_page(read_sources([three_runs / "plain", three_runs / "ce"])))
     for key in ("matrices", "maps"):
         assert [run for run, _ in built[key].groups] == [0, 1]
         assert [len(panels) for _, panels in built[key].groups] == [len(built[key].panels) // 2] * 2
@@ -356,12 +347,12 @@ def test_panels_of_a_run_stand_together(folder):
         assert all(panel.svg.count("<image") == 1 for panel in built[key].panels)
 
 
-def test_each_map_has_its_own_scale_from_zero(monkeypatch, folder):
+def test_each_map_has_its_own_scale_from_zero(monkeypatch, three_runs):
     scales = []
     monkeypatch.setattr(
         channels, "heat_map", lambda label, values, low, high: scales.append((low, high)) or ""
     )
-    sources = read_sources([folder / "plain", folder / "ce"])
+    sources = read_sources([three_runs / "plain", three_runs / "ce"])
     figure = channels.map_figure(sources)
     maps = [layer.magnitude for one in sources for layer in channels._spread_out(one)]
     assert scales == [(0.0, max(value for row in rows for value in row)) for rows in maps]
@@ -391,8 +382,10 @@ def test_an_accuracy_is_said_once():
     assert "test top-1" not in names
 
 
-def test_the_limits_of_activity_are_drawn_and_their_names_are_free(folder):
-    figure = figures(build_page(read_sources([folder / "plain", folder / "ce"])))["activity"]
+def test_the_limits_of_activity_are_drawn_and_their_names_are_free(three_runs):
+    figure = figures(build_page(read_sources([three_runs / "plain", three_runs / "ce"])))[
+        "activity"
+    ]
     root = ElementTree.fromstring(figure.panels[0].svg)
     texts = {text.text: text for text in root.iter() if text.tag.endswith("text")}
     rules = [e.get("d") for e in root.iter() if e.get("class") == "rule"]
@@ -424,10 +417,10 @@ def test_pictures_too_small_to_see_are_left_out():
     assert "gradcam" not in [section.key for section in built.sections]
 
 
-def test_title_and_lead_are_text_under_the_title(folder, tmp_path):
+def test_title_and_lead_are_text_under_the_title(three_runs, tmp_path):
     out = tmp_path / "page.html"
     page = Reader(
-        write_page([folder / "ce"], out, title=HOSTILE, lead=["First.", HOSTILE]).read_text()
+        write_page([three_runs / "ce"], out, title=HOSTILE, lead=["First.", HOSTILE]).read_text()
     )
     assert len(page.scripts) == 1
     assert page.text.count(HOSTILE) == 3  # of the window, of the page, and the paragraph
@@ -475,8 +468,8 @@ def test_channels_csv_of_before_has_no_value_for_new_columns(tmp_path):
     assert not {"watched-dormant", "watched-participation"} & set(found)
 
 
-def test_a_run_has_one_colour_throughout(folder):
-    text = (folder / "page.html").read_text()
+def test_a_run_has_one_colour_throughout(three_runs):
+    text = (three_runs / "page.html").read_text()
     # in every legend a name follows the mark of its run
     marks = re.findall(
         r'<g class="run(\d)">(?:(?!</g>).)*</g><text[^>]*class="name">([^<]*)<', text
@@ -490,8 +483,8 @@ def test_a_run_has_one_colour_throughout(folder):
         assert 'class="run0"' not in drawing
 
 
-def test_differences_of_recipes_come_first(folder):
-    built = build_page(read_sources([folder / "plain", folder / "ce"]))
+def test_differences_of_recipes_come_first(three_runs):
+    built = build_page(read_sources([three_runs / "plain", three_runs / "ce"]))
     (table,) = next(s for s in built.sections if s.key == "recipe").tables
     assert [row[0] for row in table.rows[:2]] == ["seed", "block"]
     assert table.rows[1] == ("block", "plain", "ce")

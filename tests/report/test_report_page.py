@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from _pages import HOSTILE, Reader, diagnosis, figures, write_run, write_three_runs
+from _pages import HOSTILE, Reader, diagnosis, figures, write_run
 from cenet.analysis.diagnosis import Diagnosis
 from cenet.cli import report
 from cenet.formatting import abbreviate, brief, compare, short, show
@@ -22,16 +22,8 @@ from cenet.report.sources import read_sources
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Three runs, and their page."""
-    root = tmp_path_factory.mktemp("runs")
-    write_page(write_three_runs(root), root / "page.html")
-    return root
-
-
-@pytest.fixture(scope="module")
-def page(folder):
-    return Reader((folder / "page.html").read_text())
+def page(three_runs):
+    return Reader((three_runs / "page.html").read_text())
 
 
 def test_damaged_channels_are_refused(tmp_path):
@@ -47,9 +39,9 @@ def test_damaged_channels_are_refused(tmp_path):
             write_page([run], tmp_path / "page.html")
 
 
-def test_figures_are_files_too(folder):
-    built = build_page(read_sources([folder / n for n in ("plain", "ce", "ce_again")]))
-    files = folder / "page_files"
+def test_figures_are_files_too(three_runs):
+    built = build_page(read_sources([three_runs / n for n in ("plain", "ce", "ce_again")]))
+    files = three_runs / "page_files"
     names = set()
     for key, figure in figures(built).items():
         panels = len(figure.panels)
@@ -68,13 +60,13 @@ def test_figures_are_files_too(folder):
     assert {path.name for path in files.iterdir()} == names
 
 
-def test_a_page_is_replaced_or_left_alone(folder, tmp_path):
+def test_a_page_is_replaced_or_left_alone(three_runs, tmp_path):
     page = tmp_path / "page.html"
     page.write_text("before")
     with pytest.raises(ValueError, match="does not exist"):
-        write_page([folder / "ce", tmp_path / "nowhere"], page)
+        write_page([three_runs / "ce", tmp_path / "nowhere"], page)
     assert page.read_text() == "before"
-    write_page([folder / "ce"], page)
+    write_page([three_runs / "ce"], page)
     assert page.read_text().startswith("<!doctype html>")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "page_files"]
 
@@ -86,8 +78,8 @@ def test_three_runs_of_fifty_layers_are_less_than_five_megabytes(tmp_path):
     assert write_page(sources, tmp_path / "page.html").stat().st_size < 5e6
 
 
-def test_the_page_needs_nothing_from_outside(folder, page):
-    text = (folder / "page.html").read_text()
+def test_the_page_needs_nothing_from_outside(three_runs, page):
+    text = (three_runs / "page.html").read_text()
     for _, name, value in page.attributes:
         if name in ("src", "href", "srcset", "action", "xlink:href"):
             assert value.startswith(("data:", "#")), value

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from _disks import file_size_limit
-from _distributed import run
-from _training import TINY, assert_same_run, call, few_digits, stop_at, trainer
+from _distributed import run_alone
+from _training import PLAIN, TINY, assert_same_run, call, few_digits, stop_at, trainer
 from cenet.data.datasets import digits
 from cenet.signals import Interrupted
 from cenet.train import RECIPES, checkpoint
@@ -88,7 +88,7 @@ def test_what_is_being_written_is_written_to_its_end_after_an_error():
 
 
 def test_only_the_first_process_says_when_a_checkpoint_is_due(tmp_path):
-    engine = trainer(TINY, tmp_path, few_digits(), checkpoint_seconds=1e-9)
+    engine = trainer(PLAIN, tmp_path, few_digits(), checkpoint_seconds=1e-9)
     assert engine.save_is_due()
     engine.processes = engine.processes._replace(rank=1)
     assert not engine.save_is_due()
@@ -176,11 +176,12 @@ def kill_while_saving(body, in_flight, delay):
     return hit, False
 
 
-def test_a_hundred_kills_while_a_checkpoint_is_written_beside(tmp_path):
-    run(kill_a_hundred_times, 1, tmp_path)  # from a small process, which is soon forked
+@pytest.mark.parametrize("kills", [30, pytest.param(100, marks=pytest.mark.slow)])
+def test_kills_while_a_checkpoint_is_written_beside(kills, tmp_path):
+    run_alone(kill_often, tmp_path, kills)  # from a small process, which is soon forked
 
 
-def kill_a_hundred_times(rank, folder):
+def kill_often(folder, kills):
     """All tensors of a step have its number: a copy that was not of one moment would be seen."""
     names = [f"weight.{i}" for i in range(40)]
     real = checkpoint.save_file
@@ -211,7 +212,7 @@ def kill_a_hundred_times(rank, folder):
 
     steps = []
     hits, chance = 0, random.Random(0)
-    for _ in range(100):
+    for _ in range(kills):
         delay = chance.uniform(0, 0.015)
         found, ended = kill_while_saving(save_again_and_again, lambda: half_written(folder), delay)
         assert not ended
@@ -227,8 +228,8 @@ def kill_a_hundred_times(rank, folder):
         assert values.unique().tolist() == [facts["step"]]
         steps.append(facts["step"])
     assert steps == sorted(steps)
-    assert steps[-1] > 10
-    assert hits > 20  # kills that came while a file was half written
+    assert steps[-1] > kills // 10
+    assert hits > kills // 5  # kills that came while a file was half written
 
 
 @pytest.mark.parametrize(
@@ -236,8 +237,18 @@ def kill_a_hundred_times(rank, folder):
 )
 def test_a_run_killed_while_saving_comes_to_the_same_end(kills, epochs, tmp_path):
     recipe = replace(TINY, epochs=epochs)
-    trainer(recipe, tmp_path / "whole", few_digits()).run()
     out = tmp_path / "cut"
+    # from a process that has made no backward pass: autograd refuses to run in a fork of one
+    run_alone(kill_a_run, recipe, out, kills, timeout=300)
+    for folder in (tmp_path / "whole", out):
+        engine = trainer(recipe, folder, few_digits())
+        engine.resume()
+        engine.run()
+    assert_same_run(tmp_path / "whole", out)
+
+
+def kill_a_run(recipe, out, kills):
+    data = few_digits()  # once: it takes a second
     real = checkpoint.save_file
 
     def slow(tensors, path, metadata):
@@ -246,7 +257,7 @@ def test_a_run_killed_while_saving_comes_to_the_same_end(kills, epochs, tmp_path
 
     def go_on():
         checkpoint.save_file = slow
-        engine = trainer(recipe, out, few_digits(), checkpoint_every=1)
+        engine = trainer(recipe, out, data, checkpoint_every=1)
         engine.resume()
         engine.run()
 
@@ -261,10 +272,6 @@ def test_a_run_killed_while_saving_comes_to_the_same_end(kills, epochs, tmp_path
         newest = checkpoint.newest(out)
         assert newest is None or not newest[3]
     assert hits > kills // 4  # the others came just after
-    last = trainer(recipe, out, few_digits())
-    last.resume()
-    last.run()
-    assert_same_run(tmp_path / "whole", out)
 
 
 def test_a_signal_while_saving_waits_and_saves_the_last_step(tmp_path, monkeypatch):
@@ -276,7 +283,7 @@ def test_a_signal_while_saving_waits_and_saves_the_last_step(tmp_path, monkeypat
         real(path, tensors, facts)
 
     monkeypatch.setattr(checkpoint, "write", slow)
-    engine = trainer(TINY, tmp_path, few_digits(), checkpoint_every=4)
+    engine = trainer(PLAIN, tmp_path, few_digits(), checkpoint_every=4)
     stop_at(engine, 5)  # the one of the fourth update is being written
     with pytest.raises(Interrupted):
         engine.run()
@@ -284,7 +291,7 @@ def test_a_signal_while_saving_waits_and_saves_the_last_step(tmp_path, monkeypat
     assert [int(path.stem[5:]) for path in checkpoint.checkpoints(tmp_path)] == [5, 4]
     assert checkpoint.newest(tmp_path)[3] == []
     times = json.loads((tmp_path / "run.json").read_text())["times"]
-    assert [entry["images"] for entry in times] == [5 * TINY.batch_size]
+    assert [entry["images"] for entry in times] == [5 * PLAIN.batch_size]
     assert times[0]["seconds"]["saving"] > 0.2
 
 
@@ -297,7 +304,7 @@ def test_an_error_while_saving_beside_ends_the_run_soon(tmp_path, monkeypatch):
         real(path, tensors, facts)
 
     monkeypatch.setattr(checkpoint, "write", failing)
-    engine = trainer(replace(TINY, epochs=50), tmp_path, few_digits(), checkpoint_every=2)
+    engine = trainer(replace(PLAIN, epochs=50), tmp_path, few_digits(), checkpoint_every=2)
     with pytest.raises(OSError, match="No space left"):
         engine.run()
     assert engine.position.updates < 12
@@ -340,7 +347,7 @@ def test_checkpoints_by_time(tmp_path, monkeypatch):
     def run(name, **options):
         written.clear()
         now[0] = 0.0
-        engine = trainer(TINY, tmp_path / name, few_digits(), **options)
+        engine = trainer(PLAIN, tmp_path / name, few_digits(), **options)
         update = engine._update
 
         def slow():
@@ -357,4 +364,4 @@ def test_checkpoints_by_time(tmp_path, monkeypatch):
     assert run("never before the end", checkpoint_seconds=1000) == [12]
     assert run("both", checkpoint_seconds=50, checkpoint_every=4) == [4, 8, 12]
     with pytest.raises(ValueError, match="checkpoint_seconds=-1 must be at least 0, and finite"):
-        trainer(TINY, tmp_path, few_digits(), checkpoint_seconds=-1)
+        trainer(PLAIN, tmp_path, few_digits(), checkpoint_seconds=-1)

@@ -14,7 +14,7 @@ import pytest
 
 import cenet.distributed
 from _distributed import SERVER
-from _training import TINY
+from _training import PLAIN
 from cenet.signals import Interrupted
 from cenet.train.classifier import Trainer
 from cenet.train.job import Job, train
@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(sys.platform != "linux", reason="threads are listed in /proc"),
 ]
-RECIPE = replace(TINY, epochs=1, batch_size=256)
+RECIPE = replace(PLAIN, epochs=1, batch_size=256)
 
 
 def as_torchrun_starts_it(number=0):

@@ -11,7 +11,16 @@ from safetensors.torch import load_file
 from torch import nn
 
 import cenet.train.loop as loop_module
-from _training import TINY, VARIATIONS, assert_same_run, few_digits, metrics, stop_at, trainer
+from _training import (
+    PLAIN,
+    TINY,
+    VARIATIONS,
+    assert_same_run,
+    few_digits,
+    metrics,
+    stop_at,
+    trainer,
+)
 from cenet.data.order import epoch_order, seed_of
 from cenet.distributed import Processes
 from cenet.models import create_model
@@ -115,7 +124,12 @@ def by_hand(recipe, data):
         average.eval()
         with torch.no_grad(), torch.autocast("cpu", dtype or torch.bfloat16, enabled=bool(dtype)):
             logits = average(test_x).float()
-        places = (logits > logits.gather(1, data.test.labels[:, None])).sum(1)
+        own = logits.gather(1, data.test.labels[:, None])
+        before, after = (logits > own).sum(1), (logits < own).sum(1)
+        # half precision has equal logits: any of the classes that share a place may have it
+        assert recipe.precision != "float32" or (before + after == 9).all()
+        hits = {k: [(place < k).double().mean().item() for place in (9 - after, before)]
+                for k in (1, 5)}  # fmt: skip
         rows.append({
             "epoch": epoch + 1,
             "updates": updates,
@@ -125,8 +139,7 @@ def by_hand(recipe, data):
             **{f"lambda/{name.removesuffix('.ce.mix_logit')}": 1 / (1 + math.exp(-value.item()))
                for name, value in network.state_dict().items() if "mix_logit" in name},
             "test_loss": nn.functional.cross_entropy(logits, data.test.labels).item(),
-            "test_top1": (places < 1).double().mean().item(),
-            "test_top5": (places < 5).double().mean().item(),
+            **{f"test_top{k}": bounds for k, bounds in hits.items()},
         })  # fmt: skip
     return average.state_dict(), rows
 
@@ -139,12 +152,10 @@ def test_a_run_is_what_its_recipe_says(name, tmp_path):
     data = few_digits()
     weights, rows = by_hand(recipe, data)
     trainer(recipe, tmp_path, data).run()
-    # in half precision, rounding may decide about an image
-    image = 0 if recipe.precision == "float32" else 1 / len(data.test.labels)
     for found, expected in zip(metrics(tmp_path), rows, strict=True):
         for column in ("test_top1", "test_top5"):
-            assert found[column] == pytest.approx(expected.pop(column), abs=image + 1e-6)
-            del found[column]
+            fewest, most = expected.pop(column)
+            assert fewest <= found.pop(column) <= most
         assert found == pytest.approx(expected, rel=1e-4)
     final = load_file(tmp_path / WEIGHTS)
     assert final.keys() == weights.keys()
@@ -177,12 +188,12 @@ def test_seconds_are_those_of_training_over_all_parts_of_an_epoch(tmp_path, monk
         engine._update = update
         return engine
 
-    first = slow(trainer(TINY, tmp_path, few_digits()))
+    first = slow(trainer(PLAIN, tmp_path, few_digits()))
     stop_at(first, 8)
     with pytest.raises(Interrupted):
         first.run()
     now[0] += 1e6  # until somebody resumes it
-    second = slow(trainer(TINY, tmp_path, few_digits()))
+    second = slow(trainer(PLAIN, tmp_path, few_digits()))
     second.resume()
     second.run()
     rows = read_metrics(tmp_path / "metrics.jsonl")
@@ -196,7 +207,8 @@ def test_a_recipe_can_ask_for_synchronized_layers(tmp_path):
         assert {layer.sync is not None for _, layer in ce_layers(engine.network)} == {asked}
 
 
-def test_a_compiled_network_is_trained_and_tested(tmp_path, monkeypatch):
+@pytest.mark.parametrize("block", ["plain", pytest.param("ce", marks=pytest.mark.slow)])
+def test_a_compiled_network_is_trained_and_tested(block, tmp_path, monkeypatch):
     """What compiles is left out: that all is called through it."""
     real, calls = torch.compile, []
 
@@ -214,7 +226,7 @@ def test_a_compiled_network_is_trained_and_tested(tmp_path, monkeypatch):
         return real(module, backend=backend)
 
     monkeypatch.setattr(torch, "compile", compiled)
-    recipe = replace(TINY, epochs=1)
+    recipe = replace(TINY, epochs=1, block=block)
     trainer(recipe, tmp_path / "compiled", few_digits(), compile=True).run()
     monkeypatch.undo()
     assert calls == [6, 1]  # steps, and the one batch of the test

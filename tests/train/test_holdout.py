@@ -17,7 +17,7 @@ from PIL import Image
 from torchvision.datasets import CIFAR10
 
 from _sources import write_parquet, write_shards
-from _training import TINY, assert_same_run, call, metrics, stop_at, trainer
+from _training import PLAIN, assert_same_run, call, metrics, stop_at, trainer
 from cenet.data.datasets import Encoded, Resident, digest, digits, held_out, image_folders, load
 from cenet.diagnosing.command import run as diagnose
 from cenet.report import write_page
@@ -30,7 +30,7 @@ from cenet.train.weights import load_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-HELD = replace(TINY, holdout=0.2)
+HELD = replace(PLAIN, holdout=0.2)
 FILES = replace(HELD, augment="imagenet", image_size=16, dataset="imagenet")
 FORMS = ("folder", "tar", "parquet")
 FIGURES = ("test_loss", "test_top1", "test_top5")
@@ -120,7 +120,7 @@ def test_a_class_that_would_be_left_empty(count, share, said):
 @pytest.mark.parametrize("share", [-0.1, 1.0, 1.5, float("nan")])
 def test_shares_that_are_none(share):
     with pytest.raises(ValueError, match=rf"^holdout={share} must be at least 0 and less than 1$"):
-        replace(TINY, holdout=share)
+        replace(PLAIN, holdout=share)
 
 
 # the data
@@ -354,7 +354,7 @@ def test_an_interrupted_run_goes_on_and_no_other(form, places, tmp_path):
 
 def test_runs_of_earlier_versions_are_read_and_resumed(tmp_path):
     whole, out = tmp_path / "whole", tmp_path / "cut"
-    recipe = replace(TINY, label_corruption=0.2, batch_size=256)
+    recipe = replace(PLAIN, label_corruption=0.2, batch_size=256)
     trainer(recipe, whole, load(recipe, None)).run()
     interrupted(recipe, out, load(recipe, None))
     about = json.loads((out / "run.json").read_text())

@@ -26,6 +26,7 @@ from _checks import version_1
 from _distributed import SERVER
 from _training import (
     ALONE,
+    PLAIN,
     TINY,
     VARIATIONS,
     assert_same_run,
@@ -132,11 +133,11 @@ def test_other_images_are_another_run(files_folder, few_files, tmp_path):
         return lambda other: trainer(recipe, out, other).resume()
 
     digits = few_digits()
-    again = resumed(digits, TINY, tmp_path / "digits")
+    again = resumed(digits, PLAIN, tmp_path / "digits")
     images = digits.train.images.flip(3)  # of the same mean and deviation
     with pytest.raises(ValueError, match="another run: images or what is known about them differ"):
         again(digits._replace(train=digits.train._replace(images=images)))
-    recipe = replace(TINY, augment="imagenet", image_size=16, dataset="imagenet")
+    recipe = replace(PLAIN, augment="imagenet", image_size=16, dataset="imagenet")
     again = resumed(few_files, recipe, tmp_path / "files")
     shutil.copytree(files_folder / "train", tmp_path / "elsewhere")
     place = tmp_path / "elsewhere"
@@ -163,10 +164,10 @@ def test_only_one_run_writes_to_a_folder(tmp_path):
     other.start()
     assert here.recv() == "mine"
     with pytest.raises(ValueError, match="another process is writing to"):
-        train(Job(TINY, Options(tmp_path), device="cpu"))
+        train(Job(PLAIN, Options(tmp_path), device="cpu"))
     other.kill()
     other.join()
-    assert train(Job(replace(TINY, epochs=1, batch_size=256), Options(tmp_path), device="cpu"))
+    assert train(Job(replace(PLAIN, epochs=1, batch_size=256), Options(tmp_path), device="cpu"))
 
 
 def test_a_signal_to_workers_too_is_saved(files_folder, tmp_path):
@@ -190,7 +191,7 @@ def test_a_test_image_that_cannot_be_read_does_not_cost_the_epoch(files_folder, 
     root = tmp_path / "data"
     shutil.copytree(files_folder, root)
     (root / "test" / "3" / "x.png").write_bytes(b"no image")
-    recipe = replace(TINY, dataset="cifar10", image_size=16, epochs=1, augment="none")
+    recipe = replace(PLAIN, dataset="cifar10", image_size=16, epochs=1, augment="none")
     for workers in (0, 2):
         out = tmp_path / str(workers)
         with pytest.raises(ValueError, match=r"^.*3/x.png is not an image that can be read: .*$"):
@@ -220,7 +221,7 @@ def test_momenta_come_back_in_the_layout_of_their_weights(tmp_path):
 
 def test_a_compiler_that_takes_signals_over_does_not_keep_them(tmp_path):
     """Under Python, in C, as Triton's does."""
-    engine = trainer(TINY, tmp_path, few_digits())
+    engine = trainer(PLAIN, tmp_path, few_digits())
     add = engine.add_gradients
 
     def compiled(batch):
@@ -254,17 +255,17 @@ def test_a_worker_that_dies_while_the_run_computes_is_explained(few_files, tmp_p
 
 def test_a_thread_trains_without_signals(tmp_path):
     with ThreadPoolExecutor(1) as threads:
-        done = threads.submit(trainer(TINY, tmp_path, few_digits()).run)
-    assert done.result()["epoch"] == TINY.epochs
+        done = threads.submit(trainer(PLAIN, tmp_path, few_digits()).run)
+    assert done.result()["epoch"] == PLAIN.epochs
 
 
 def test_a_second_interrupt_stops_at_once(tmp_path):
     before = signal.getsignal(signal.SIGINT)
-    engine = trainer(TINY, tmp_path, few_digits())
+    engine = trainer(PLAIN, tmp_path, few_digits())
     stop_at(engine, 2, signal.SIGINT)
     with pytest.raises(Interrupted):
         engine.run()
-    engine = trainer(TINY, tmp_path, few_digits())
+    engine = trainer(PLAIN, tmp_path, few_digits())
     stop_at(engine, 3, signal.SIGINT)
     stop_at(engine, 3, signal.SIGINT)  # at the same update, twice
     with pytest.raises(KeyboardInterrupt):
@@ -281,7 +282,7 @@ def test_checkpoints_come_as_often_as_asked_and_two_stay(tmp_path, monkeypatch):
         real(path, tensors, facts)
 
     monkeypatch.setattr(checkpoint, "write", noted)
-    trainer(TINY, tmp_path, few_digits(), checkpoint_every=4).run()
+    trainer(PLAIN, tmp_path, few_digits(), checkpoint_every=4).run()
     assert written == [4, 6, 8, 12]  # an epoch has six
     names = [path.name for path in checkpoint.checkpoints(tmp_path)]
     assert names == ["step-000000012.safetensors", "step-000000008.safetensors"]
@@ -297,7 +298,7 @@ def test_a_full_disk_ends_a_run_and_leaves_its_checkpoints(tmp_path, monkeypatch
 
     monkeypatch.setattr(checkpoint, "save_file", full)
     with pytest.raises(OSError, match="No space left"):
-        trainer(replace(TINY, epochs=3), tmp_path, few_digits()).run()
+        trainer(replace(PLAIN, epochs=3), tmp_path, few_digits()).run()
     assert [int(path.stem[5:]) for path in checkpoint.checkpoints(tmp_path)] == [12, 6]
     assert checkpoint.newest(tmp_path)[3] == []
 
@@ -315,7 +316,7 @@ def test_all_random_number_generators_come_back():
 
 
 def test_a_finished_run_stays_finished(tmp_path):
-    job = Job(replace(TINY, epochs=1, batch_size=256), Options(tmp_path, resume="auto"))
+    job = Job(replace(PLAIN, epochs=1, batch_size=256), Options(tmp_path, resume="auto"))
     row = train(job)
     before = (tmp_path / WEIGHTS).read_bytes()
     assert train(job) == row
@@ -542,7 +543,7 @@ def test_sums_over_all_processes_are_resumed_by_the_first_alone(tmp_path):
 
 def test_files_with_other_contents_are_refused(tmp_path):
     data = write_digits(tmp_path / "data")
-    recipe = replace(TINY, augment="imagenet", image_size=16, dataset="imagenet")
+    recipe = replace(PLAIN, augment="imagenet", image_size=16, dataset="imagenet")
     first = trainer(recipe, tmp_path / "run", image_folders(data, 16, resident=False), workers=0)
     stop_at(first, 2)
     with pytest.raises(Interrupted):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import cenet.train.times as times
-from _training import TINY, few_digits, stop_at, trainer
+from _training import PLAIN, few_digits, stop_at, trainer
 from cenet.signals import Interrupted
 from cenet.train.job import Job, train
 from cenet.train.options import Options
@@ -129,11 +129,11 @@ def test_a_gpu_that_is_busy_does_not_wait():
 
 
 def test_a_run_says_where_its_time_went(tmp_path, capsys):
-    first = trainer(TINY, tmp_path, few_digits())
+    first = trainer(PLAIN, tmp_path, few_digits())
     stop_at(first, 8)
     with pytest.raises(Interrupted):
         first.run()
-    second = trainer(TINY, tmp_path, few_digits())
+    second = trainer(PLAIN, tmp_path, few_digits())
     second.resume()
     second.run()
     written = json.loads((tmp_path / "run.json").read_text())["times"]
@@ -151,7 +151,7 @@ def test_a_run_says_where_its_time_went(tmp_path, capsys):
     assert "128 images in " in said
     assert "64 images in " in said
     # a run that had ended says nothing
-    third = trainer(TINY, tmp_path, few_digits())
+    third = trainer(PLAIN, tmp_path, few_digits())
     third.resume()
     third.run()
     assert json.loads((tmp_path / "run.json").read_text())["times"] == written
@@ -159,7 +159,7 @@ def test_a_run_says_where_its_time_went(tmp_path, capsys):
 
 def test_the_wall_time_of_a_job_begins_with_its_clock(tmp_path):
     clock = Clock("libraries", age=1000)
-    train(Job(replace(TINY, epochs=1, batch_size=256), Options(tmp_path), device="cpu"), clock)
+    train(Job(replace(PLAIN, epochs=1, batch_size=256), Options(tmp_path), device="cpu"), clock)
     (entry,) = json.loads((tmp_path / "run.json").read_text())["times"]
     assert entry["seconds"]["libraries"] > 1000
     assert entry["seconds"]["network"] > 0
