@@ -76,8 +76,33 @@ def test_several_files_change_together(tmp_path):
     assert files_in(tmp_path) == before
 
 
+def test_new_files_are_on_the_disk_before_they_replace_the_old_ones(tmp_path, monkeypatch):
+    done = []
+    sync, move = os.fsync, os.replace
+
+    def fsync(file):
+        done.append(("sync", os.fstat(file).st_ino))
+        sync(file)
+
+    def replace_(source, target):
+        done.append(("replace", os.stat(source).st_ino))
+        move(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace_)
+    paths = [tmp_path / "a", tmp_path / "b"]
+    with replacing(*paths) as room:
+        for path in paths:
+            (room / path.name).write_bytes(b"new")
+    a, b, folder = (path.stat().st_ino for path in (*paths, tmp_path))
+    first, second = [("sync", a), ("sync", b)], [("replace", a), ("replace", b)]
+    assert done == [*first, *second, ("sync", folder)]
+
+
 def test_only_this_user_sees_a_file_that_is_being_written(tmp_path):
     with replacing(tmp_path / "file") as room:
+        assert room.parent == tmp_path  # on another disk, it could not replace the file at once
+        assert room.name.startswith(".file.")
         assert stat.S_IMODE(room.stat().st_mode) == 0o700
         (room / "file").touch()
     os.umask(mask := os.umask(0))
@@ -89,6 +114,8 @@ def test_a_device_or_a_pipe_is_not_replaced(tmp_path):
     for path in (tmp_path / "pipe", tmp_path):
         with pytest.raises(OSError, match="not a regular file"):
             replace_file(path, b"new")
+        with pytest.raises(OSError, match="not a regular file"), replacing(tmp_path / "a", path):
+            pytest.fail("the second path was not looked at")
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
 
 
@@ -108,6 +135,26 @@ def test_a_planted_link_is_not_followed(tmp_path):
     (folder / LOCK).unlink()
     with locked(folder), pytest.raises(ValueError, match="another process is writing"):
         in_another_process(lambda: locked(folder).__enter__())
+
+
+def test_a_link_that_is_planted_at_the_last_moment_is_not_followed(tmp_path, monkeypatch):
+    """After it was looked for: the system refuses to open it."""
+    victim, planted = tmp_path / "victim", tmp_path / "file"
+    victim.write_text("of somebody else")
+    planted.symlink_to(victim)
+    monkeypatch.setattr(Path, "is_symlink", lambda path: False)
+    with pytest.raises(OSError, match="symbolic link"):
+        open_to_append(planted)
+    assert victim.read_text() == "of somebody else"
+
+
+def test_text_is_added_at_the_end(tmp_path):
+    for line in ("one\n", "two\n"):
+        with open_to_append(tmp_path / "file") as file:
+            file.write(line)
+    assert (tmp_path / "file").read_bytes() == b"one\ntwo\n"
+    os.umask(mask := os.umask(0))
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o666 & ~mask
 
 
 def in_another_process(function):
@@ -142,6 +189,8 @@ def test_a_pipe_is_not_waited_for(tmp_path, monkeypatch):
     for name, read in reads.items():
         with pytest.raises(ValueError, match=r"not a (regular )?file"):
             pytest.fail(f"{name}: {read()}")
+    with pytest.raises(OSError, match="not a regular file"):
+        open_to_append(pipe)
     shard = tmp_path / "data" / "train-0.tar"
     shard.parent.mkdir()
     os.mkfifo(shard)
@@ -165,6 +214,7 @@ def test_json_nested_too_deeply_is_one_clear_error(tmp_path):
     ("cell", "written"),
     [
         ("=1+1", "'=1+1"), ("+a", "'+a"), ("-a", "'-a"), ("@a", "'@a"), ("\t=1", "'\t=1"),
+        ("\r=1", "'\r=1"),
         ("-0.5", "-0.5"), ("-inf", "-inf"), (-0.5, -0.5), ("a=b", "a=b"), ("", ""), (None, None),
     ],
 )  # fmt: skip

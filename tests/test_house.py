@@ -19,18 +19,20 @@ SOURCE = ROOT / "src" / "cenet"
 
 # a module may import from its own level's earlier names and from lower levels, never upwards
 LEVELS = [
-    ("version", "extras", "files", "functional", "formatting"),
+    ("version", "extras", "files", "internals", "functional", "formatting"),
     (
         *("kernels", "kernels.call", "kernels.launch", "kernels.tiles", "kernels.pooling"),
         *("kernels.moments", "kernels.norm", "kernels.decorrelation", "kernels.averages"),
         *("kernels.gate", "kernels.folded_gate", "kernels.mix", "kernels.small_maps"),
-        *("kernels.coefficients", "kernels.layer", "kernels.preparation", "ops"),
+        *("kernels.coefficients", "kernels.layer", "kernels.passes", "kernels.preparation"),
+        *("ops", "passes"),
     ),
     (
         "nn.ranks",
         "nn.statistics",
         "nn.norms",
         "nn.fused",
+        "nn.merged",
         "nn.base",
         "nn.equilibrium",
         "nn.norm_ce",

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.utils._pytree import tree_leaves
+
+from cenet.internals import output_rank, sequence_number, tree_leaves
 
 IMAGE_SIZES = (224, 32, 64, 28, 96, 128, 256, 299, 384, 512)
 
@@ -63,15 +64,15 @@ class Dataflow:
         """For every sum of two feature maps of one origin, the operations of its longer branch."""
         # autograd numbers operations in the order of the run: these are inside watched modules
         inside = [
-            range(call.entry._sequence_nr(), call.output._sequence_nr() + 1)
+            range(sequence_number(call.entry), sequence_number(call.output) + 1)
             for call in self.calls
             if call.entry is not None and call.output is not None
         ]
         for node in list(self.consumers):
-            if any(node._sequence_nr() in numbers for numbers in inside):
+            if any(sequence_number(node) in numbers for numbers in inside):
                 continue
             parents = [parent for parent, _ in node.next_functions if parent is not None]
-            if node.name() != "AddBackward0" or len(parents) != 2 or _rank(node) != 4:
+            if node.name() != "AddBackward0" or len(parents) != 2 or output_rank(node) != 4:
                 continue
             left, right = (_ancestors(parent) for parent in parents)
             if left & right:
@@ -212,7 +213,3 @@ def _ancestors(node: Node) -> set[Node]:
 
 def _convolutions(nodes: Iterable[Node]) -> int:
     return sum(node.name() == "ConvolutionBackward0" for node in nodes)
-
-
-def _rank(node: Node) -> int:
-    return len(node._input_metadata[0].shape)

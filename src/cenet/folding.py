@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from cenet.dataflow import IMAGE_SIZES, Call, Dataflow, example_images, trace
+from cenet.internals import tree_leaves
 from cenet.nn import (
     BatchDecorrelation2d,
     NormCE2d,

@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, linear, max_pool2d, pad
 
+from cenet.internals import unsafe_view
+
 # Σ + (RIDGE · tr Σ / K + RIDGE_FLOOR) · I: relative, so that weak channels keep their correlations;
 # the floor only decides what happens when a whole group is zero
 RIDGE = 1e-5
@@ -399,7 +401,7 @@ def mix(x: Tensor, P: Tensor | None, d: Tensor | None, c: Tensor) -> Tensor:
     )
     # not a view to autograd, so that a residual block may add to it in place at no cost
     shape = [n, groups * group_size, height, width]
-    y = cast(Tensor, torch.ops.aten._unsafe_view(y, shape)).to(x.dtype)
+    y = cast(Tensor, unsafe_view(y, shape)).to(x.dtype)
     if groups * group_size != channels:
         y = y[:, :channels]
     return in_layout_of(x, y)

@@ -21,9 +21,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._guards import detect_fake_mode
 
 from cenet import functional as F
+from cenet.internals import below_autograd, detect_fake_mode, increment_version, is_exporting
 from cenet.kernels.call import (
     ABSENT,
     BATCH,
@@ -108,8 +108,7 @@ def _why_not(x: Tensor, tensors: Sequence[Tensor | None], group_size: int) -> st
         return f"group_size={group_size} is more than {LARGEST_GROUP}"
     if x.numel() == 0:
         return "the batch is empty"
-    # torch.compiler.is_exporting() is true under torch.compile too in some releases
-    if getattr(torch.compiler, "_is_exporting_flag", False):
+    if is_exporting():
         return "an exported program must not depend on them"
     return None
 
@@ -132,8 +131,8 @@ def _norm_ce(*args: Any) -> tuple[Tensor, Tensor]:
     call = NormCECall.without_gaps(args)
     moved = [average for average in call.averages() if average is not None]
     if moved:
-        torch.autograd.graph.increment_version(moved)
-    with _device_of(call.x):
+        increment_version(moved)
+    with device_of(call.x):
         return layer.forward(call)
 
 
@@ -142,7 +141,7 @@ def _norm_ce_backward(grad: Tensor, y: Tensor | None, *args: Any) -> tuple[Tenso
 
     call, state = NormCECall.from_backward(*args)
     call = NormCECall.without_gaps(call)
-    with _device_of(call.x):
+    with device_of(call.x):
         dx, residual, small = layer.backward(call, grad, y, state)
     return dx, call.x.new_empty(0) if residual is None or y is None else residual, small
 
@@ -151,11 +150,11 @@ def _folded_ce(*args: Any) -> Tensor:
     from cenet.kernels import layer
 
     call = FoldedCECall._make(args).without_gaps()
-    with _device_of(call.x):
+    with device_of(call.x):
         return layer.folded(call)
 
 
-def _device_of(x: Tensor) -> AbstractContextManager[Any]:
+def device_of(x: Tensor) -> AbstractContextManager[Any]:
     """A context in which the device of x is the current one, where launches go."""
     if x.device.index == torch.cuda.current_device():
         return nullcontext()
@@ -166,7 +165,7 @@ def _fake_norm_ce(*args: Any) -> tuple[Tensor, Tensor]:
     from cenet.kernels.layer import state_size
 
     call = NormCECall(*args)
-    return _dense_like(call.x), call.x.new_empty(state_size(call), dtype=torch.float32)
+    return dense_like(call.x), call.x.new_empty(state_size(call), dtype=torch.float32)
 
 
 def _fake_norm_ce_backward(
@@ -174,12 +173,13 @@ def _fake_norm_ce_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     call, _ = NormCECall.from_backward(*args)
     x = call.x
-    residual = x.new_empty(0) if y is None else _dense_like(x)
+    residual = x.new_empty(0) if y is None else dense_like(x)
     small = sum(gradient_sizes(x.shape[1], call.parameters()))
-    return _dense_like(x), residual, x.new_empty(small, dtype=torch.float32)
+    return dense_like(x), residual, x.new_empty(small, dtype=torch.float32)
 
 
-def _dense_like(x: Tensor, *args: Any) -> Tensor:
+def dense_like(x: Tensor, *args: Any) -> Tensor:
+    """An uninitialized result like x, without gaps; further arguments are ignored."""
     layout = torch.channels_last if F.is_channels_last(x) else torch.contiguous_format
     return torch.empty_like(x, memory_format=layout)
 
@@ -194,7 +194,7 @@ class _NormCE(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
         call: NormCECall = args[-1]
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             y, state = norm_ce(*call)
         ctx.has_residual = call.residual is not None
         # with a residual, the sign of the activation's argument cannot be recomputed from x
@@ -251,7 +251,7 @@ def _through_activation(grad: Tensor, y: Tensor, act: str, slope: float) -> Tens
 class _NoSecondDerivative(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, operator: Any, *args: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return operator(*args)
 
     @staticmethod
@@ -264,7 +264,7 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 def _autograd_norm_ce(*args: Any) -> Any:
     if not _wants_gradients(args):
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return norm_ce(*args)
     call = NormCECall._make(args)
     return _NormCE.apply(call.x, call.residual, *call.parameters(), call)
@@ -274,7 +274,7 @@ def without_derivative(operator: Any, *args: Any) -> Any:
     """Call an operator of a backward pass; its own backward pass raises RuntimeError."""
     if _wants_gradients(args):
         return _NoSecondDerivative.apply(operator, *args)
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         return operator(*args)
 
 
@@ -286,14 +286,14 @@ def _wants_gradients(args: Sequence[Any]) -> bool:
 def _refuse_gradients(*args: Any) -> Any:
     if _wants_gradients(args):
         raise RuntimeError("cenet::folded_ce has no gradient; call it under torch.no_grad()")
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         return folded_ce(*args)
 
 
 for _name, _cuda, _fake in (
     ("norm_ce", _norm_ce, _fake_norm_ce),
     ("norm_ce_backward", _norm_ce_backward, _fake_norm_ce_backward),
-    ("folded_ce", _folded_ce, _dense_like),
+    ("folded_ce", _folded_ce, dense_like),
 ):
     _library.impl(_name, _cuda, "CUDA")
     torch.library.register_fake(f"cenet::{_name}", _fake, lib=_library)

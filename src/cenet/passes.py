@@ -167,7 +167,7 @@ class _ApplyMap(torch.autograd.Function):
 def _measure(x: Tensor, sign: Tensor | None, group_size: int, pool: int, gram: bool) -> Any:
     from cenet.kernels.passes import measure_batch
 
-    with ops._device_of(x):
+    with ops.device_of(x):
         return tuple(measure_batch(x, sign, group_size, pool, gram=gram))
 
 
@@ -178,7 +178,7 @@ def _measure_backward(
     from cenet.kernels.passes import measure_backward
 
     *through, group_size, pool = rest
-    with ops._device_of(x):
+    with ops.device_of(x):
         return measure_backward(
             x, grad, origin, sign, StatisticsGradient(*through), group_size, pool
         )
@@ -188,7 +188,7 @@ def _apply_map(x: Tensor, residual: Tensor | None, *mapping: Any) -> Tensor:
     from cenet.kernels.mix import Map
     from cenet.kernels.passes import apply_map
 
-    with ops._device_of(x):
+    with ops.device_of(x):
         return apply_map(x, residual, Map(*mapping))
 
 
@@ -196,7 +196,7 @@ def _apply_map_backward(x: Tensor, grad: Tensor, y: Tensor | None, *mapping: Any
     from cenet.kernels.mix import Map
     from cenet.kernels.passes import apply_map_backward
 
-    with ops._device_of(x):
+    with ops.device_of(x):
         return tuple(apply_map_backward(x, grad, y, Map(*mapping)))
 
 
@@ -210,16 +210,16 @@ def _fake_measure(x: Tensor, sign: Tensor | None, group_size: int, pool: int, gr
 
 
 def _fake_apply_map_backward(x: Tensor, grad: Tensor, y: Any, values: Any, P: Any, *_: Any) -> Any:
-    masked = x.new_empty(0) if y is None else ops._dense_like(x)
+    masked = x.new_empty(0) if y is None else ops.dense_like(x)
     grad_P = x.new_empty((0,) if P is None else P.shape, dtype=torch.float32)
     sums = [x.new_empty(x.shape[:2], dtype=torch.float32) for _ in range(2)]
-    return ops._dense_like(x), masked, grad_P, *sums
+    return ops.dense_like(x), masked, grad_P, *sums
 
 
 for _name, _cuda, _fake in (
     ("measure", _measure, _fake_measure),
-    ("measure_backward", _measure_backward, ops._dense_like),
-    ("apply_map", _apply_map, ops._dense_like),
+    ("measure_backward", _measure_backward, ops.dense_like),
+    ("apply_map", _apply_map, ops.dense_like),
     ("apply_map_backward", _apply_map_backward, _fake_apply_map_backward),
 ):
     _library.impl(_name, _cuda, "CUDA")

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # exit status of a run that was interrupted and has been saved; EX_TEMPFAIL: try again later
@@ -23,7 +23,10 @@ class SignalWatch:
 
     Attributes:
         asked: the last signal that arrived, or None.
+        ever_asked: whether one arrived in the newest of these contexts of this process.
     """
+
+    ever_asked: ClassVar[bool] = False
 
     def __init__(self) -> None:
         """No handler is installed yet."""
@@ -32,6 +35,7 @@ class SignalWatch:
 
     def __enter__(self) -> "SignalWatch":
         """Install the handlers; only the main thread receives signals."""
+        SignalWatch.ever_asked = False
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 self._before[number] = signal.signal(number, self._note)
@@ -54,6 +58,7 @@ class SignalWatch:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.asked = signal.Signals(number)
+        SignalWatch.ever_asked = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

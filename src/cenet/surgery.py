@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cenet.dataflow import Call, trace
+from cenet.internals import sequence_number
 from cenet.nn import ChannelEquilibrium2d, EquilibriumLayer, NormCE2d, ce_layers
 from cenet.nn.norm_ce import check_start
 from cenet.nn.norms import inner_activation, inner_parts, norm_channels
@@ -193,7 +194,7 @@ def _default_norms(
     for branch in flow.residual_branches():
         inside = [node for node in branch if node in made]
         if inside:
-            last.add(made[max(inside, key=lambda node: node._sequence_nr())])
+            last.add(made[max(inside, key=sequence_number)])
     if last:
         return last & bare
     return {

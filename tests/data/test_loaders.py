@@ -305,12 +305,10 @@ def test_one_that_dies_while_workers_end_does_not_save_the_others():
     killed = []
 
     class Found:
-        _workers = [SimpleNamespace(kill=lambda: killed.append(1))] * 2
-
         def _shutdown_workers(self):
             raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed.")
 
-    pool._end(Found())
+    pool._end(Found(), [SimpleNamespace(kill=lambda: killed.append(1))] * 2)
     assert killed == [1, 1]
 
 

@@ -205,6 +205,15 @@ def test_renamed_samples_are_other_data(tmp_path):
     assert digest(image_folders(tar_place(tmp_path, files), 16, resident=False)) != before
 
 
+def test_samples_with_other_labels_are_other_data(tmp_path):
+    digests = []
+    for labels in ((0, 1), (1, 0)):
+        files = [*sample("a", labels[0]), *sample("b", labels[1])]
+        digests.append(digest(image_folders(tar_place(tmp_path, files), 16, resident=False)))
+    names = [one.split(":")[0] for one in digests]  # and labels
+    assert names[0] != names[1]
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_threads_and_other_processes_read_the_same(form, few_files, places, monkeypatch):
     monkeypatch.setattr(parquet, "KEPT", 3000)  # a few row groups
@@ -321,6 +330,9 @@ def test_few_images_may_have_changed_and_none_may_be_missing():
     assert not are_same_images(digest(), digest(names="others"))
     assert not are_same_images(digest(), digest(left_out=1))
     assert not are_same_images(digest(left_out=1), digest())
+    without_last = digest().removesuffix(marks[-1])
+    assert not are_same_images(digest(), without_last)
+    assert not are_same_images(without_last, digest())
     assert are_same_images("names", digest())  # of an earlier version
     assert not are_same_images("others", digest())
     assert are_same_images("pixels", "pixels")

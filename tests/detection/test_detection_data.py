@@ -3,7 +3,9 @@
 import csv
 import io
 import json
+import os
 import shutil
+import signal
 import zlib
 from dataclasses import replace
 
@@ -67,6 +69,8 @@ def test_a_digest_tells_data_apart():
         digest(annotation(), pixels=[GREY + 1, GREY]),
     }
     assert len({same, *other}) == 8
+    moved = digest(annotation(segmentation=[[9.0, *SQUARE[1:]]]))
+    assert moved.split(":")[0] == same.split(":")[0]  # as checkpoints of before have it
 
 
 def test_a_digest_has_the_contents_of_files(folder):
@@ -127,19 +131,32 @@ def test_a_folder_of_coco_is_read_and_its_faults_are_told(folder):
 def test_names_that_leave_the_folder_are_refused_and_counted(folder):
     path = folder / "annotations" / "instances_train2017.json"
     (folder / "train2017" / "more").mkdir()
-    inside = folder / "train2017" / "more" / "2.png"
+    inside = folder / "train2017" / "more" / "a..b.png"
     (folder / "train2017" / "2.png").rename(inside)
-    given = coco(annotation(), images=4)
-    names = ["1.png", "more/2.png", "../val2017/1.png", str(folder / "val2017" / "2.png")]
+    given = coco(annotation(), images=5)
+    names = ["1.png", "more/a..b.png", "../val2017/1.png", "more/../../val2017/1.png"]
+    names.append(str(folder / "val2017" / "2.png"))
     for image, name in zip(given["images"], names, strict=True):
         image["file_name"] = name
     path.write_text(json.dumps(given))
     split = load(RECIPES["resnet50_ce"], folder)
     assert split.train.report().splitlines() == [
         "train2017: 2 images (1 empty), 1 objects",
-        "  left out: images whose file is outside of the folder of images: 2 "
-        f"(../val2017/1.png, {names[3]})",
+        "  left out: images whose file is outside of the folder of images: 3 "
+        f"(../val2017/1.png, more/../../val2017/1.png, {names[4]})",
     ]
+
+
+def test_a_pipe_is_no_image(folder):
+    """It would be waited for."""
+    signal.alarm(60)
+    given = coco(annotation(), images=3)
+    given["images"][2]["file_name"] = "pipe.png"
+    os.mkfifo(folder / "train2017" / "pipe.png")
+    (folder / "annotations" / "instances_train2017.json").write_text(json.dumps(given))
+    split = load(RECIPES["resnet50_ce"], folder)
+    assert "images whose file is missing: 1 (pipe.png)" in split.train.report()
+    signal.alarm(0)
 
 
 def test_names_that_no_file_can_have_are_missing_files(folder):

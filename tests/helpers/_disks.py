@@ -29,7 +29,7 @@ def small_disk(folder, size):
     try:
         yield
     finally:
-        subprocess.run(["umount", str(folder)], check=True)
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)  # files may be open
 
 
 def fill(folder):

@@ -1,5 +1,6 @@
 """Every registered network keeps one contract: training, features, head, files, folding, export."""
 
+import re
 from copy import deepcopy
 from functools import cache
 
@@ -164,6 +165,15 @@ def test_features(name):
         assert torch.equal(ours, theirs)
     only = model.forward_intermediates(x, indices=2, intermediates_only=True)
     assert [m.shape for m in only] == [m.shape for m in maps[-2:]]
+    chosen = model.forward_intermediates(x, indices=[1, -1], intermediates_only=True)
+    assert [m.shape for m in chosen] == [m.shape for m in (maps[1], maps[-1])]
+
+
+@pytest.mark.parametrize("indices", [0, -1, 100, [], [100], [-100]])
+def test_feature_maps_that_do_not_exist(indices):
+    model = network("cevgg16")
+    with pytest.raises(ValueError, match=re.escape(f"indices={indices} must be")):
+        model.forward_intermediates(images("cevgg16"), indices=indices)
 
 
 def _matching(state, wanted):

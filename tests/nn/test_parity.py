@@ -118,12 +118,12 @@ def mutate_unbiased_variance(monkeypatch):
 
 
 def mutate_swapped_lambda(monkeypatch):
-    original = F.coefficients
+    original = F.operator
 
-    def swapped(*args, lam=None, **kwargs):
-        return original(*args, lam=None if lam is None else 1 - lam, **kwargs)
+    def swapped(inv_sqrt, gain, lam, blend):
+        return original(inv_sqrt, gain, None if lam is None else 1 - lam, blend)
 
-    monkeypatch.setattr(F, "coefficients", swapped)
+    monkeypatch.setattr(F, "operator", swapped)
 
 
 def mutate_gate_eps(monkeypatch):

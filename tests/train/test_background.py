@@ -10,12 +10,13 @@ import signal
 import threading
 import time
 import traceback
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 
-from _disks import file_size_limit
+from _disks import file_size_limit, fill, small_disk
 from _distributed import run_alone
 from _training import PLAIN, TINY, assert_same_run, call, few_digits, stop_at, trainer
 from cenet.data.datasets import digits
@@ -311,25 +312,56 @@ def test_an_error_while_saving_beside_ends_the_run_soon(tmp_path, monkeypatch):
     assert [int(path.stem[5:]) for path in checkpoint.checkpoints(tmp_path)] == [2]
 
 
+@contextmanager
+def disk_that_fills(kind, folder):
+    """A disk at `folder`, and a function that leaves room for half of a file on it."""
+    if kind == "limit on the size of files":
+        yield lambda whole: file_size_limit(whole.stat().st_size // 2)
+        return
+
+    def fill_up(whole):
+        fill(folder)
+        filling = folder / "filling"
+        os.truncate(filling, filling.stat().st_size - whole.stat().st_size // 2)
+        return nullcontext()
+
+    with small_disk(folder, 32 * 2**20):
+        yield fill_up
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("limit on the size of files", "File too large: {}"),
+        ("full disk", "No space left on device: {}; make room, and the same command .*"),
+    ],
+)
 def test_a_disk_that_fills_while_saving_is_one_line_and_nothing_whole_is_lost(
-    tmp_path, monkeypatch
+    kind, message, tmp_path, monkeypatch
 ):
-    """A limit on the size of files stands for the disk: it is met in the middle of a checkpoint."""
+    """In the middle of a checkpoint."""
+    folder = tmp_path / "disk"
+    with disk_that_fills(kind, folder) as filled:
+        saving_fails(folder, filled, message, monkeypatch)
+
+
+def saving_fails(folder, filled, message, monkeypatch):
     recipe = replace(RECIPES["digits_ce"], epochs=3, batch_size=256)
-    first = trainer(recipe, tmp_path, digits())
+    first = trainer(recipe, folder, digits())
     stop_at(first, 2)
     with pytest.raises(Interrupted):
         first.run()
-    (whole,) = checkpoint.checkpoints(tmp_path)
+    (whole,) = checkpoint.checkpoints(folder)
     before = whole.read_bytes()
-    arguments = ["train", "digits_ce", "--out", str(tmp_path), "--device", "cpu"]
+    arguments = ["train", "digits_ce", "--out", str(folder), "--device", "cpu"]
     arguments += ["--epochs", "3", "--batch-size", "256", "--resume", "auto"]
-    with file_size_limit(len(before) // 2), pytest.raises(SystemExit) as left:
+    with filled(whole), pytest.raises(SystemExit) as left:
         call(monkeypatch, *arguments)
-    assert re.fullmatch(r".*File too large: '.*step-000000005.safetensors'", left.value.code)
-    assert checkpoint.checkpoints(tmp_path) == [whole]
+    wanted = message.format("'.*step-000000005.safetensors'")
+    assert re.fullmatch(f".*{wanted}", left.value.code)
+    assert checkpoint.checkpoints(folder) == [whole]
     assert whole.read_bytes() == before
-    assert not list(tmp_path.glob(".*step*"))
+    assert not list(folder.glob(".*step*"))
 
 
 def test_checkpoints_by_time(tmp_path, monkeypatch):

@@ -14,6 +14,8 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -41,13 +43,14 @@ from cenet.data.datasets import image_folders
 from cenet.data.sources import Folder
 from cenet.distributed import Processes
 from cenet.run_folder import WEIGHTS, locked
-from cenet.signals import Interrupted
+from cenet.signals import INTERRUPTED, Interrupted, SignalWatch
 from cenet.train import checkpoint
 from cenet.train.classifier import Trainer
 from cenet.train.command import exit_with_reason
 from cenet.train.job import Job, train
 from cenet.train.nonfinite import NonFiniteLoss
 from cenet.train.options import Options
+from cenet.train.state import RunState
 from cenet.train.weights import load_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -410,6 +413,25 @@ def test_the_end_of_another_process_is_one_line(tmp_path, monkeypatch):
         exit_with_reason(other, tmp_path)
 
 
+def test_one_that_left_at_a_signal_before_it_trained_does_not_change_the_status(
+    tmp_path, monkeypatch, capsys
+):
+    def gone():
+        with SignalWatch():
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as left:
+        exit_with_reason(gone, tmp_path)
+    assert left.value.code == INTERRUPTED
+    assert capsys.readouterr().out.startswith("process 1: interrupted; --resume auto goes on in ")
+    with SignalWatch():
+        pass
+    assert not SignalWatch.ever_asked
+
+
 @pytest.mark.gpu
 def test_an_interrupted_run_of_cuda_graphs_goes_on(tmp_path):
     device = Processes(0, 1, torch.device("cuda", 0))
@@ -539,6 +561,14 @@ def test_sums_over_all_processes_are_resumed_by_the_first_alone(tmp_path):
         engine.resume()
         assert engine.position.sums[-1] == expected
         assert bool(engine.position.sums.any()) == (rank == 0)
+
+
+def test_training_and_test_images_are_both_compared():
+    is_same = partial(RunState._is_of_same_data, SimpleNamespace(digest="a:11111111 b:22222222"))
+    assert is_same("a:11111111 b:22222222")
+    assert not is_same("a:11111111 b:33333333")
+    assert not is_same("a:33333333 b:22222222")
+    assert not is_same("a:11111111")
 
 
 def test_files_with_other_contents_are_refused(tmp_path):

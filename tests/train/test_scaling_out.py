@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from cenet.train import checkpoint
 from cenet.train.job import evaluate_run
 
 pytestmark = pytest.mark.slow
+STARTS = Path(__file__).parents[2] / "benchmarks" / "starts.py"
 SMALL = ("--epochs", "2", "--batch-size", "64", "--device", "cpu", "--checkpoint-every", "2")
 
 
@@ -48,6 +50,14 @@ def test_two_processes_stop_resume_and_become_one(tmp_path):
     tensors, facts = checkpoint.newest(cut)[1:3]
     assert len(facts["chance"]) == 2
     assert not torch.equal(tensors["chance.0.torch"], tensors["chance.1.torch"])
+
+
+def test_starts_on_loaded_cores_end_as_they_should():
+    """Two pairs at a time, each an interrupted start and one that finishes its run."""
+    command = [sys.executable, str(STARTS), "--starts", "8", "--at-once", "2"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "8 starts in " in done.stdout
 
 
 @pytest.mark.gpu

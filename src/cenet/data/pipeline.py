@@ -14,7 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from itertools import cycle, islice
-from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
 import numpy
@@ -29,6 +28,7 @@ from cenet.data.order import Item
 from cenet.data.resizing import resized
 from cenet.data.views import View, Viewing, shown_image
 from cenet.data.workers import loaded
+from cenet.internals import Finalize
 
 Decoder = Callable[[list[Tensor]], list[Tensor]]
 

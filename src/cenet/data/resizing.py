@@ -7,12 +7,12 @@ cut off at the edges of the part that is shown and normalized to 1.
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from cenet.data.views import View
+from cenet.internals import copy_each
 
 # pixels of the images that are resized together, each padded to the largest of them
 PIXELS = 2**26
@@ -90,8 +90,7 @@ def _copy_parts(padded: Tensor, images: list[Tensor], views: list[View]) -> None
         start = image.storage_offset() + top * strides[1] + left * strides[2]
         parts.append(image.as_strided(shape, strides, start))
         targets.append(padded.as_strided(shape, order, i * stride[0]))
-    copy: Any = torch._foreach_copy_  # one call for all images
-    copy(targets, parts)
+    copy_each(targets, parts)
 
 
 def _taps(scale: float) -> int:

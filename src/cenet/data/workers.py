@@ -4,15 +4,15 @@ import gc
 import multiprocessing
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
-from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 import cenet.signals as signals
+from cenet.internals import Finalize, shut_down_workers
 
 
 def loaded(
@@ -31,10 +31,10 @@ def loaded(
         # otherwise it uses the global generator, and a resumed run would differ
         generator=torch.Generator().manual_seed(seed),
     )
-    found = _started(make)
+    found, started = _started(make)
     # also if Python exits while a traceback still refers to this iterator; before the priority (10)
     # at which multiprocessing closes the queues that tell workers to stop
-    end = Finalize(None, _end, (found,), exitpriority=20) if workers else None
+    end = Finalize(None, _end, (found, started), exitpriority=20) if workers else None
     try:
         yield from found
     except ValueError as error:  # the message of a worker's error is a whole traceback
@@ -48,15 +48,16 @@ def loaded(
             end()
 
 
-def _started(make: Callable[[], Iterable[Any]]) -> Any:
-    """Start the workers and return the iterator; if one dies meanwhile, kill the others."""
+def _started(make: Callable[[], Iterable[Any]]) -> tuple[Any, set[Any]]:
+    """An iterator and the workers that it started; if one dies meanwhile, the others are killed."""
     before = set(multiprocessing.active_children())
     try:
         # workers inherit the block of signals, and then ignore them
         with signals.held_back(), untouched(), warnings.catch_warnings():
             # a slow disk may need more processes than cores
             warnings.filterwarnings("ignore", message="This DataLoader will create")
-            return iter(make())
+            found = iter(make())
+        return found, set(multiprocessing.active_children()) - before
     except BaseException as error:
         for worker in set(multiprocessing.active_children()) - before:
             worker.kill()
@@ -77,15 +78,14 @@ def untouched() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _end(found: Any) -> None:
+def _end(found: Any, workers: Iterable[Any]) -> None:
     """Kill the workers of an iterator.
 
     They ignore the signal with which Python ends processes, and a worker that died may hold a lock
     that the others wait for.
     """
-    with suppress(RuntimeError):  # a worker may die meanwhile
-        found._shutdown_workers()
-    for worker in found._workers:
+    shut_down_workers(found)
+    for worker in workers:
         worker.kill()
 
 

@@ -19,13 +19,16 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import driver
+
+from cenet.internals import triton_driver, triton_warmup
 
 # the interpreter has no arithmetic in bfloat16: there, operands are widened after rounding
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 # upper bound on recorded passes; a detector sees images of many sizes
 MOST_PASSES = 4096
 ALIGNMENT = 256  # bytes, of scratch memory
+
+driver, _warmup = triton_driver(), triton_warmup()
 
 Key = tuple[Any, ...]
 
@@ -83,7 +86,7 @@ def compile_kernel(key: Key, wanted: Wanted) -> Any:
     """Compile a kernel, or find it in Triton's cache, for launches of this key."""
     kernel, args, constants = wanted
     names = kernel.arg_names[len(args) :]
-    compiled = kernel.warmup(*args, grid=(1,), **constants)
+    compiled = _warmup(kernel, *args, grid=(1,), **constants)
     _compiled[key] = compiled, [constants[name] for name in names]
     return compiled
 

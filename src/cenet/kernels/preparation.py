@@ -19,9 +19,16 @@ from typing import Any
 import torch
 from torch import nn
 from triton import knobs
-from triton.runtime import driver
 
-from cenet.kernels.launch import INTERPRETED, Key, Wanted, collecting, compile_kernel, is_compiled
+from cenet.kernels.launch import (
+    INTERPRETED,
+    Key,
+    Wanted,
+    collecting,
+    compile_kernel,
+    driver,
+    is_compiled,
+)
 
 Step = Callable[[nn.Module], object]
 

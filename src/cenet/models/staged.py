@@ -8,7 +8,6 @@ import torch
 import torchvision
 from timm.layers.classifier import create_classifier
 from timm.models import checkpoint
-from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 from torchvision.models.vgg import cfgs, make_layers
 
@@ -114,9 +113,9 @@ class Staged(nn.Module):
         """Feature maps, as in timm: all, the last `indices`, or those with these indices."""
         if output_fmt != "NCHW":
             raise ValueError(f'output_fmt={output_fmt!r} must be "NCHW"')
-        taken, last = feature_take_indices(len(self.feature_info), indices)
+        taken = _taken(indices, len(self.feature_info))
         wanted = {self.feature_info[index]["module"] for index in taken}
-        end = self.feature_info[last]["module"]
+        end = self.feature_info[max(taken)]["module"]
         found = []
         for name, call in self._calls(name for step in self.steps for name in step):
             x = call(x)
@@ -125,6 +124,18 @@ class Staged(nn.Module):
             if name == end and (stop_early or intermediates_only):
                 break
         return found if intermediates_only else (x, found)
+
+
+def _taken(indices: int | Sequence[int] | None, count: int) -> list[int]:
+    """Which of `count` feature maps are meant: all, the last `indices`, or those listed."""
+    indices = count if indices is None else indices
+    listed = range(-indices, 0) if isinstance(indices, int) else indices
+    if not listed or not all(-count <= index < count for index in listed):
+        raise ValueError(
+            f"indices={indices} must be a number of feature maps from 1 to {count}, or a list of "
+            f"indices from {-count} to {count - 1}"
+        )
+    return [index % count for index in listed]
 
 
 def _takes_activation(module: Any) -> bool:

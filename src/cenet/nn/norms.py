@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cenet import functional as F
+from cenet.internals import graph_task
 from cenet.nn.ranks import Ranks, SyncGroup
 from cenet.nn.statistics import Statistics
 
@@ -150,7 +151,7 @@ def is_recomputation() -> bool:
     """Whether this forward pass runs inside a backward pass: a repeat of one already counted."""
     if torch.compiler.is_compiling():
         return False
-    return torch._C._current_graph_task_id() != -1
+    return bool(graph_task() != -1)
 
 
 @torch.no_grad()

@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# the functional collectives, which torch.compile can trace
-_collectives = torch.ops._c10d_functional
+from cenet.internals import all_gather_into_tensor, reduce_scatter_tensor, wait_tensor
 
 
 class Ranks(NamedTuple):
@@ -68,8 +67,8 @@ def gather(part: Tensor, ranks: Ranks) -> Tensor:
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(part: Tensor, ranks: Ranks) -> Tensor:
-        parts = _collectives.all_gather_into_tensor(part.contiguous(), *ranks)
-        gathered: Tensor = _collectives.wait_tensor(parts).view(ranks.size, -1)
+        parts = all_gather_into_tensor(part.contiguous(), *ranks)
+        gathered: Tensor = wait_tensor(parts).view(ranks.size, -1)
         return gathered
 
     @staticmethod
@@ -86,8 +85,8 @@ class _SumOfOwnPart(torch.autograd.Function):
 
     @staticmethod
     def forward(parts: Tensor, ranks: Ranks) -> Tensor:
-        own = _collectives.reduce_scatter_tensor(parts.contiguous().flatten(), "sum", *ranks)
-        total: Tensor = _collectives.wait_tensor(own)
+        own = reduce_scatter_tensor(parts.contiguous().flatten(), "sum", *ranks)
+        total: Tensor = wait_tensor(own)
         return total
 
     @staticmethod

@@ -8,7 +8,7 @@ import timm.loss
 import torch
 from timm.data.mixup import Mixup
 from timm.layers.norm_act import convert_sync_batchnorm
-from timm.optim._optim_factory import create_optimizer_v2
+from timm.optim import create_optimizer_v2  # type: ignore[attr-defined]
 from timm.scheduler.cosine_lr import CosineLRScheduler
 from timm.scheduler.multistep_lr import MultiStepLRScheduler
 from timm.scheduler.poly_lr import PolyLRScheduler

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from cenet.checkpoints import digest
 from cenet.files import check_regular, replacing
+from cenet.internals import copy_each
 
 Metadata = dict[str, Any]
 Tensors = dict[str, Tensor]
@@ -245,7 +246,7 @@ class Staging:
             }
             make: Any = torch.cuda.Stream
             self._stream = make()
-        torch._foreach_copy_(list(self._device.values()), list(tensors.values()))
+        copy_each(list(self._device.values()), list(tensors.values()))
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for name, value in self._device.items():

@@ -14,7 +14,7 @@ import cenet.signals as signals
 from cenet.arguments import parse as arguments_of
 from cenet.distributed import is_first_process, rank
 from cenet.formatting import percent
-from cenet.signals import Interrupted
+from cenet.signals import Interrupted, SignalWatch
 from cenet.train.job import Job, train
 from cenet.train.nonfinite import DIVERGED, NonFiniteLoss
 from cenet.train.options import Options
@@ -111,6 +111,9 @@ def exit_with_reason(run: Callable[[], dict[str, Any]], out: Path) -> dict[str, 
     except RuntimeError as error:
         if "WORLD_SIZE" not in os.environ or not any(text in str(error) for text in GONE):
             raise
+        if SignalWatch.ever_asked:  # all were asked to stop, and another had not begun to train
+            print(f"process {rank()}: interrupted; --resume auto goes on in {out}")
+            sys.exit(signals.INTERRUPTED)
         raise SystemExit(
             f"process {rank()}: another process has ended; its message says why"
         ) from None

@@ -2,7 +2,8 @@
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+
+from cenet.internals import tree_leaves
 
 # exit status of a run whose loss is not finite; EX_DATAERR
 DIVERGED = 65

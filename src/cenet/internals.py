@@ -1,0 +1,171 @@
+"""Private names of torch, Triton and multiprocessing, which a later release may move.
+
+No other file uses them. Each is looked up once, when it is imported. Where a release lacks one, a
+fallback takes its place, or a function that raises an error with advice.
+"""
+
+import atexit
+import os
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+
+def _of(module: str, name: str) -> Any:
+    """A name in a module, or None."""
+    try:
+        return getattr(import_module(module), name, None)
+    except ImportError:
+        return None
+
+
+def _missing(package: str, name: str, advice: str) -> Callable[..., Any]:
+    """A function that raises RuntimeError: this version of the package lacks the name."""
+
+    def missing(*_args: Any, **_kwargs: Any) -> Any:
+        version = _of(package, "__version__")
+        raise RuntimeError(
+            f"{package} {version} has no {name}; {advice}, or install an earlier {package}"
+        )
+
+    return missing
+
+
+# torch: autograd and the dispatcher
+
+_NO_KERNELS = "set CENET_BACKEND=torch to do without the kernels of cenet"
+
+# a context in which operators skip autograd
+below_autograd: Any = _of("torch._C", "_AutoDispatchBelowAutograd") or _missing(
+    "torch", "torch._C._AutoDispatchBelowAutograd", _NO_KERNELS
+)
+# tells autograd that tensors were changed by a kernel
+increment_version: Any = _of("torch.autograd.graph", "increment_version") or _missing(
+    "torch", "torch.autograd.graph.increment_version", _NO_KERNELS
+)
+# the fake mode of tensors that are traced; without it, activations are never left to the compiler
+detect_fake_mode: Any = _of("torch._guards", "detect_fake_mode") or (lambda _tensors: None)
+# a dense tensor in another shape that is no view to autograd; at worst it is one
+unsafe_view: Any = getattr(torch.ops.aten, "_unsafe_view", torch.reshape)
+# torch.compiler.is_exporting() is true under torch.compile too in some releases
+is_exporting: Any = (
+    (lambda: torch.compiler._is_exporting_flag)
+    if hasattr(torch.compiler, "_is_exporting_flag")
+    else torch.compiler.is_exporting
+)
+# a number for the backward pass that this thread runs, -1 outside of one
+graph_task: Any = _of("torch._C", "_current_graph_task_id")
+if graph_task is None:
+    graph_task = lambda: -1  # noqa: E731
+    warnings.warn(
+        f"torch {torch.__version__} has no torch._C._current_graph_task_id: with activation "
+        "checkpointing, running statistics count each batch twice; do without it, or install an "
+        "earlier torch",
+        stacklevel=2,
+    )
+
+
+def sequence_number(node: Node) -> int:
+    """Place of an operation in the order of the run."""
+    return int(_of_node(node, "_sequence_nr")())
+
+
+def output_rank(node: Node) -> int:
+    """Number of dimensions of an operation's output."""
+    return len(_of_node(node, "_input_metadata")[0].shape)
+
+
+def _of_node(node: Node, name: str) -> Any:
+    found = getattr(node, name, None)
+    if found is None:
+        advice = "name the places of CE with filter_fn"
+        _missing("torch", f"torch.autograd.graph.Node.{name}", advice)()
+    return found
+
+
+# torch: containers, many tensors at once, ranks
+
+
+def _leaves(tree: Any) -> list[Any]:
+    if not isinstance(tree, (dict, list, tuple)):
+        return [tree]
+    children = tree.values() if isinstance(tree, dict) else tree
+    return [leaf for child in children for leaf in _leaves(child)]
+
+
+def _copy_each(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+# the values in nested tuples, lists and dictionaries
+tree_leaves: Any = _of("torch.utils._pytree", "tree_leaves") or _leaves
+# copies a list of tensors to another, in one call
+copy_each: Any = getattr(torch, "_foreach_copy_", _copy_each)
+
+
+def _collective(name: str) -> Any:
+    """A collective that torch.compile can trace."""
+    advice = "use cenet.revert_sync_ce(model) to measure each rank by itself"
+    found = getattr(torch.ops._c10d_functional, name, None)
+    return found or _missing("torch", f"torch.ops._c10d_functional.{name}", advice)
+
+
+all_gather_into_tensor = _collective("all_gather_into_tensor")
+reduce_scatter_tensor = _collective("reduce_scatter_tensor")
+wait_tensor = _collective("wait_tensor")
+
+
+# processes
+
+
+def shut_down_workers(loader: Any) -> None:
+    """Tell the worker processes of an iterator of `DataLoader` to end, if it has a way to."""
+    with suppress(RuntimeError):  # a worker may die meanwhile
+        getattr(loader, "_shutdown_workers", lambda: None)()
+
+
+class _AtExit:
+    """Calls a function once: when it is called itself, or when this process ends."""
+
+    def __init__(self, _owner: None, call: Any, args: tuple[Any, ...], exitpriority: int) -> None:
+        self._call, self._args, self._process = call, args, os.getpid()
+        atexit.register(self)
+
+    def __call__(self) -> None:
+        atexit.unregister(self)
+        call, self._call = self._call, None
+        if call is not None and self._process == os.getpid():  # not in a copy of the process
+            call(*self._args)
+
+
+# of several, those of high priority are called first
+Finalize: Any = _of("multiprocessing.util", "Finalize") or _AtExit
+
+
+# Triton, which not every installation has: its names are looked up when the kernels are imported
+
+
+def triton_driver() -> Any:
+    """Object whose `active` knows the device and the stream on which Triton launches kernels."""
+    found = _of("triton.runtime", "driver")
+    if "active" in dir(found):  # not hasattr, which would look for a GPU
+        return found
+    active = SimpleNamespace(
+        get_current_device=torch.cuda.current_device,
+        get_current_stream=lambda device: torch.cuda.current_stream(device).cuda_stream,
+    )
+    return SimpleNamespace(active=active)
+
+
+def triton_warmup() -> Any:
+    """Function that compiles a kernel for arguments, and does not launch it."""
+    found = getattr(_of("triton", "JITFunction"), "warmup", None)
+    return found or _missing("triton", "JITFunction.warmup", _NO_KERNELS)
