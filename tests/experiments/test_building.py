@@ -43,7 +43,7 @@ def test_everything_is_built_of_all_runs(result, tmp_path):
     assert text.count("\n") == len(made.table) + 1
     assert "not chosen" not in text
     drawn = result.name.startswith(("fig", "measures_")) or result.name in (
-        "lasting", "learning_speed", "main",
+        "lasting", "learning_speed", "main", "dormant_rates",
     )  # fmt: skip
     assert (made.figure is not None) == drawn
     building.write({result.name: made}, tmp_path / "one")
