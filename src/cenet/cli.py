@@ -91,7 +91,8 @@ def export(
             classes are kept; or with CKPT a CE network such as ceresnet50.
         checkpoint: weights of MODEL: those of a run, or .pth or .safetensors of a network with
             default arguments (or start="identity"), or a folder.
-        out: file to write; for safetensors a folder, which timm reads as local-dir:OUT.
+        out: file to write, or to replace; for safetensors a folder, which timm reads as
+            local-dir:OUT.
         format: onnx, safetensors, or folded: a program for torch.export.load.
         size: height and width of the images to export for; by default the network's own.
         data: folder of images to check the exported network on; by default parts of two

@@ -125,6 +125,11 @@ def save(
     from cenet.models.inserted import complete_
 
     model = unwrapped(model)
+    if any(getattr(module, "is_deploy_form", False) for module in model.modules()):
+        raise ValueError(
+            f"this {type(model).__name__} is folded and cannot be saved; save the network before "
+            "fold_ce, and fold it again after cenet.load"
+        )
     if hasattr(model, "feature_info") and not hasattr(model, "num_classes"):
         raise ValueError(
             f"{type(model).__name__} has no classifier (features_only?); save the whole network"

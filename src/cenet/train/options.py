@@ -19,7 +19,8 @@ class RunOptions:
         checkpoint_seconds: seconds between checkpoints: after an epoch none is written before that
             time has passed, and in the middle of an epoch one is as soon as it has; 0 writes one
             after each epoch.
-        log_every: updates between checks and log lines of the loss.
+        log_every: updates between looks at the loss on a GPU, which wait for the step: it must be
+            finite, and a terminal shows it. On a CPU every update is looked at.
         threads: CPU threads; by default torch's own number, or 1 for images of fewer than 32
             pixels, where threads would mostly wait for each other.
     """
