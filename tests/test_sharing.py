@@ -314,6 +314,7 @@ def test_a_folded_network_is_refused_by_that_name(tmp_path):
     assert not (tmp_path / "folded").exists()
 
 
+@pytest.mark.filterwarnings("ignore:the weight of")
 def test_a_network_of_other_arguments_is_named_or_refused(tmp_path):
     args = {"width_mult": 0.25, "num_classes": 3}
     model = stock("torchvision/mobilenet_v2", norm_layer=lambda width: nn.GroupNorm(4, width))
