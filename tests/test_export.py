@@ -135,6 +135,8 @@ def test_weights_that_do_not_say_how_images_were_normalized(tmp_path, monkeypatc
         (("nowhere",), "nowhere is not a folder; give a run, a folder of cenet.save, or"),
         (("ceresnet50",), "ceresnet50 needs its weights; give a run"),
         (("{run}", "--size", "0"), "--size 0 must be at least 1"),
+        (("{run}", "--size", "1"), "--size 1 does not suit this network: "),
+        (("{run}", "--size", "100000000", "--format", "safetensors"), "--size 100000000 does not"),
         (("{run}", "--data", "nowhere"), "--data nowhere is not a folder"),
         (("{run}", "--data", "{empty}"), "has no image files"),
         (("cevgg16", "{run}/weights.safetensors"), "holds cevgg6, not cevgg16"),

@@ -304,6 +304,17 @@ def test_pickles_are_not_read(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:the weight of")
+def test_the_folder_of_a_run_keeps_its_own_weights(tmp_path):
+    model = timm.create_model("test_resnet", num_classes=3)
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(ValueError, match="is the folder of a run, which has its own weights"):
+        cenet.save(model, tmp_path)
+    for size in (-5, 0, "x", True):
+        with pytest.raises(ValueError, match=rf"^image_size={size!r} must be an integer"):
+            cenet.save(model, tmp_path / "other", image_size=size)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
 def test_a_folded_network_is_refused_by_that_name(tmp_path):
     model = timm.create_model("test_resnet", num_classes=3)
     cenet.insert_ce_(model)

@@ -97,6 +97,7 @@ def write_network(
         if size < 1:
             raise ValueError(f"--size {size} must be at least 1")
         config["input_size"] = (config["input_size"][0], size, size)
+        _check_size(network, config["input_size"])
     network.pretrained_cfg = config
     mean, std = ((f"{value:.4g}" for value in config[key]) for key in ("mean", "std"))
     images = (
@@ -114,6 +115,16 @@ def write_network(
     write = export_onnx if format == "onnx" else export_folded
     difference = write(network, out, example, check=check)
     return f"{images}; on {len(check)} images it differs from the network by {difference:.0e}"
+
+
+def _check_size(network: nn.Module, size: tuple[int, ...]) -> None:
+    """ValueError if the network cannot take an image of this size."""
+    try:
+        with torch.no_grad():
+            network(torch.zeros(1, *size))
+    except RuntimeError as error:
+        reason = str(error).split("\n")[0]
+        raise ValueError(f"--size {size[-1]} does not suit this network: {reason}") from error
 
 
 def _find_network(model: str, checkpoint: Path | None) -> nn.Module:

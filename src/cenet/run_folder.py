@@ -43,15 +43,28 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl; ValueError if the file is damaged."""
+    """The rows of metrics.jsonl; ValueError if the file is damaged.
+
+    A last line that was cut off while somebody wrote it is left out.
+    """
     try:
         check_regular(path)
-        rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    except RecursionError as error:
-        raise ValueError(f"{path} cannot be read: it is nested too deeply") from error
+        lines = path.read_text(errors="replace").splitlines()
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    for number, row in enumerate(rows, start=1):
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except RecursionError as error:
+            raise ValueError(f"{path} cannot be read: it is nested too deeply") from error
+        except ValueError as error:
+            if number == len(lines):
+                break
+            raise ValueError(f"{path} cannot be read: line {number}: {error}") from error
         if not isinstance(row, dict) or not isinstance(row.get("epoch"), int):
             raise ValueError(f"{path} cannot be read: line {number} is not the row of an epoch")
+        rows.append(row)
     return rows

@@ -153,6 +153,10 @@ def save(
         key: value.detach().cpu().contiguous().clone() for key, value in model.state_dict().items()
     }
     folder = Path(folder)
+    if (folder / ABOUT).exists():
+        raise ValueError(
+            f"{folder} is the folder of a run, which has its own weights; choose another"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / WEIGHTS, folder / CONFIG]
     if not (folder / CARD).exists():
@@ -378,6 +382,8 @@ def _image_config(
         )
     channels = config.get("input_size", (len(mean),))[0]
     if image_size is not None:
+        if isinstance(image_size, bool) or not isinstance(image_size, int) or image_size < 1:
+            raise ValueError(f"image_size={image_size!r} must be an integer, at least 1")
         for key in ("test_input_size", "test_crop_pct", "pool_size", "test_pool_size"):
             config.pop(key, None)
         config["input_size"] = (channels, image_size, image_size)

@@ -3,6 +3,8 @@
 import copy
 import csv
 import io
+import os
+from collections import OrderedDict
 
 import pytest
 import timm
@@ -131,6 +133,22 @@ def test_rows_of_csv(tmp_path):
     for name in ("dormant_ratio", "participation_share", "correlation", "inhibited_ratio"):
         assert all(0 <= float(row[name]) <= 1 for row in rows), name
     assert [row["layer"] for row in rows if row["lambda"]] == ["relu#2"] * 4
+
+
+def test_a_table_is_a_file_of_its_own_and_runs_no_formula(tmp_path):
+    """Links and pipes are refused as in the folder of a run, and names of layers are text."""
+    victim, pipe = tmp_path / "victim.csv", tmp_path / "pipe.csv"
+    (tmp_path / "link.csv").symlink_to(victim)
+    os.mkfifo(pipe)
+    for path, reason in ((tmp_path / "link.csv", "a link"), (pipe, "not a regular file")):
+        with pytest.raises(OSError, match=reason):
+            Monitor(Tangled(), to=path)
+    assert not victim.exists()
+    network = nn.Sequential(OrderedDict({"c": nn.Conv2d(3, 4, 1), "+r": nn.ReLU()}))
+    monitor = Monitor(network, every=1, to=tmp_path / "own.csv")
+    network(images(2, 4))
+    monitor.close()
+    assert ",'+r," in (tmp_path / "own.csv").read_text()
 
 
 def test_a_table_with_other_columns_is_refused(tmp_path):

@@ -165,7 +165,7 @@ def test_damaged_runs_are_refused(tmp_path):
     run = write_run(tmp_path / "run", 0, measured=False, epochs=2)
     for content, message in (
         ("", "has no row yet"),
-        ('{"epoch": 1}\n{"epo', "metrics.jsonl cannot be read"),
+        ('{"epo\n{"epoch": 1}\n', r"metrics\.jsonl cannot be read: line 1: "),
         ('{"epoch": 1}\n[]\n', "line 2 is not the row of an epoch"),
         ('{"epoch": 1, "test_loss": "low"}\n', "test_loss is 'low', not a number"),
     ):

@@ -501,7 +501,7 @@ def test_rows_of_another_version_are_kept_and_the_run_goes_on(tmp_path):
     path = tmp_path / "metrics.jsonl"
     row = json.loads(path.read_text())
     other = {"epoch": 1, "note": "=by hand", "train_loss": row["train_loss"], "test_map": None}
-    path.write_text(json.dumps(other) + "\n\n")
+    path.write_text(json.dumps(other) + '\n\n{"epoch": 2, "upd')  # the last line was cut off
     watched = tmp_path / "channels.csv"
     lines = watched.read_text().splitlines()
     lines = [f"{lines[0]},colour", *(f"{line},blue" for line in lines[1:])]

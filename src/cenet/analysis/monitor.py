@@ -19,6 +19,7 @@ from cenet.analysis.channels import (
     participation_ratio,
     relative_activity,
 )
+from cenet.files import harmless, open_to_append
 from cenet.nn import ce_layers
 
 EVERY = 100
@@ -212,8 +213,8 @@ class _Table:
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists() or path.stat().st_size == 0:
-            with path.open("w", newline="") as file:
+        with open_to_append(path) as file:
+            if path.stat().st_size == 0:
                 csv.writer(file, lineterminator="\n").writerow(FIELDS)
         with path.open(newline="") as file:
             columns = next(csv.reader(file), [])
@@ -224,6 +225,8 @@ class _Table:
             )
 
     def add(self, step: int, values: Values) -> None:
-        with self.path.open("a", newline="") as file:
+        with open_to_append(self.path) as file:
             writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-            writer.writerows({"step": step, "layer": layer, **values[layer]} for layer in values)
+            writer.writerows(
+                {"step": step, "layer": harmless(layer), **values[layer]} for layer in values
+            )
