@@ -315,16 +315,6 @@ def test_the_folder_of_a_run_keeps_its_own_weights(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
-def test_a_folded_network_is_refused_by_that_name(tmp_path):
-    model = timm.create_model("test_resnet", num_classes=3)
-    cenet.insert_ce_(model)
-    with pytest.raises(
-        ValueError, match=r"^this ResNet is folded and cannot be saved; save the net"
-    ):
-        cenet.save(cenet.fold_ce(model.eval()), tmp_path / "folded")
-    assert not (tmp_path / "folded").exists()
-
-
 @pytest.mark.filterwarnings("ignore:the weight of")
 def test_a_network_of_other_arguments_is_named_or_refused(tmp_path):
     args = {"width_mult": 0.25, "num_classes": 3}
