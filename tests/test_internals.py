@@ -135,7 +135,28 @@ def test_what_the_kernels_cannot_do_without_is_named(holder, name, ours, monkeyp
         getattr(module, ours)()
 
 
-@pytest.mark.parametrize("name", ["all_gather_into_tensor", "reduce_scatter_tensor", "wait_tensor"])
+@pytest.mark.parametrize(
+    ("holder", "name"),
+    [
+        (torch._C, "_len_torch_dispatch_stack"),
+        (torch._C._functorch, "peek_interpreter_stack"),
+        (torch._C._autograd, "_profiler_enabled"),
+    ],
+)
+def test_somebody_may_listen_where_torch_cannot_tell(holder, name, monkeypatch):
+    assert not internals.hears_operators()
+    assert without(monkeypatch, holder, name).hears_operators()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "all_gather_into_tensor",
+        "all_gather_into_tensor_out",
+        "reduce_scatter_tensor",
+        "wait_tensor",
+    ],
+)
 def test_collectives_that_are_missing_are_named(name, monkeypatch):
     module = without_operators(monkeypatch)
     wanted = rf"^torch \S+ has no torch.ops._c10d_functional.{name}; use cenet.revert_sync_ce\(mod"
@@ -153,6 +174,18 @@ def test_kernels_that_cannot_be_compiled_in_advance_are_named(monkeypatch):
     wanted = rf"^triton {re.escape(triton.__version__)} has no JITFunction.warmup; set CENET_BACKEN"
     with pytest.raises(RuntimeError, match=wanted):
         internals.triton_warmup()(None, grid=(1,))
+
+
+@pytest.mark.parametrize("place", ["triton.runtime.cache", "triton.compiler.compiler", None])
+def test_the_key_of_the_cache_is_computed_where_triton_has_it(place, monkeypatch):
+    calls = []
+    for module in ("triton.runtime.cache", "triton.compiler.compiler"):
+        holder = importlib.import_module(module)
+        monkeypatch.setattr(holder, "triton_key", lambda: calls.append(1), raising=False)
+        if module != place:
+            monkeypatch.delattr(holder, "triton_key")
+    internals.triton_cache_key()
+    assert len(calls) == (0 if place is None else 1)
 
 
 def test_timm_without_its_config_writer(monkeypatch):

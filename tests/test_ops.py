@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import profile
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("triton")
@@ -16,6 +18,7 @@ from _kernels import each_device, interpreted, kernels_on
 from cenet import (
     ChannelEquilibrium2d,
     NormCE2d,
+    fold_conv_norm_ce,
     ops,
 )
 from cenet.kernels import layer
@@ -24,6 +27,15 @@ from cenet.kernels.call import BATCH, CONSTANTS, FUSED_ACTIVATIONS, PARAMETERS, 
 gpu = pytest.mark.gpu
 # of activations, where `MODULES` calls them otherwise
 NAMES = {"none": "no activation", "leaky_relu": "leaky relu"}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+def test_starting_the_gpu_leaves_random_numbers_alone(device):
+    torch.manual_seed(0)
+    known = torch.randn(3, device=device)
+    torch.manual_seed(0)
+    ops.start_gpu(torch.device(device), kernels=True)
+    assert torch.equal(torch.randn(3, device=device), known)
 
 
 def operator_arguments(device, residual, steps=2, momenta=(0.1, -1.0, 0.1)):
@@ -166,6 +178,60 @@ def test_inductor_around_the_kernels(training, dtype, monkeypatch):
         expected = gradients(eager, x)
     del actual["0.bias"], expected["0.bias"]  # zero behind a batch norm
     assert_same(actual, expected, 1e-4 if dtype == torch.float32 else 2e-2)
+
+
+class Heard(TorchDispatchMode):
+    """Collects the operators of cenet that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "cenet":
+            self.names.add(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+class Marked(torch.Tensor):
+    """A tensor of a class of its own."""
+
+
+@each_device
+def test_operators_are_called_where_somebody_listens(device, monkeypatch):
+    """A mode, a profiler, a tensor's own class; else the kernels are called without them."""
+    module, x = block().to(device), images(device=device)
+    with kernels_on(device):
+        with Heard() as heard:
+            expected = gradients(module, x)
+        assert heard.names == {"norm_ce", "norm_ce_backward"}
+        with profile() as profiler:
+            assert_same(gradients(module, x), expected, 0.0)
+        assert {"cenet::norm_ce", "cenet::norm_ce_backward"} <= {
+            event.key for event in profiler.key_averages()
+        }
+        y = module(x.as_subclass(Marked))
+        assert type(y) is Marked
+        for name in ("norm_ce", "norm_ce_backward"):
+            monkeypatch.setattr(ops, name, None)  # cannot be called
+        assert_same(gradients(module, x), expected, 0.0)
+        with torch.no_grad():
+            assert torch.equal(module(x), expected["y"])
+        with pytest.raises(TypeError):
+            module(x.as_subclass(Marked))
+
+
+@each_device
+def test_folded_layers_call_the_operator_where_somebody_listens(device, monkeypatch):
+    conv = nn.Conv2d(3, 24, 1).to(device)
+    folded = fold_conv_norm_ce(conv, block().to(device).eval())[1]
+    x = images(device=device)
+    with kernels_on(device), torch.no_grad():
+        with Heard() as heard:
+            expected = folded(x)
+        assert heard.names == {"folded_ce"}
+        monkeypatch.setattr(ops, "folded_ce", None)
+        assert torch.equal(folded(x), expected)
 
 
 @each_device

@@ -26,13 +26,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, linear, max_pool2d, pad
 
-from cenet.internals import unsafe_view
+from cenet.internals import is_batched, is_tracing, unsafe_view
 
 # Σ + (RIDGE · tr Σ / K + RIDGE_FLOOR) · I: relative, so that weak channels keep their correlations;
 # the floor only decides what happens when a whole group is zero
 RIDGE = 1e-5
 RIDGE_FLOOR = 1e-10
 GATE_NORM_EPS = 1e-5
+# largest input of the gate; larger ones are scaled down, because LayerNorm squares what they become
+GATE_LARGEST = 2.0**40
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
@@ -101,6 +103,8 @@ def is_channels_last(x: Tensor) -> bool:
 
 def in_layout_of(x: Tensor, y: Tensor) -> Tensor:
     """y in the memory layout of x: channels_last or contiguous."""
+    if not torch.compiler.is_compiling() and (is_batched(x) or is_batched(y)):
+        return y.contiguous()  # torch.vmap knows this layout only
     layout = torch.channels_last if is_channels_last(x) else torch.contiguous_format
     return y.contiguous(memory_format=layout)
 
@@ -126,7 +130,7 @@ def _grouped_pixels(x: Tensor, group_size: int) -> Tensor:
 class Centered(NamedTuple):
     """x with every channel of every image near zero: x = values + offset + center."""
 
-    values: Tensor  # (N, C, H, W)
+    values: Tensor  # (N, C, H, W), contiguous
     offset: Tensor  # (N, C), of the images
     center: Tensor  # (C,)
 
@@ -137,7 +141,10 @@ def centered(x: Tensor) -> Centered:
     Measured and mixed as it is, x costs float32 as many digits as mean / deviation has: gradients
     are then sums of large terms that cancel. What is subtracted here is added again in the
     coefficients, so the block does not depend on it, and it needs no gradient.
+
+    All products with the pixels of a group need them contiguous; copied here, they are copied once.
     """
+    x = x.contiguous()
     mean = x.detach().mean((2, 3))
     center = mean.mean(0)
     return Centered(x - mean[:, :, None, None], mean - center, center)
@@ -198,7 +205,8 @@ def _of_each_image(matrix: Tensor, vectors: Tensor) -> Tensor:
 
 def _from_batch_mean(offset: Tensor, mean: Tensor) -> Tensor:
     """Distance of the means of images, offset + mean, from that of the batch, (N, C)."""
-    return (offset - offset.mean(0)) + (mean - mean.mean(0))
+    whole = offset + mean
+    return whole - whole.mean(0)
 
 
 @full_precision
@@ -263,11 +271,12 @@ def newton_inverse_sqrt(sigma: Tensor, steps: int = 3) -> Tensor:
     """
     eye = torch.eye(sigma.shape[-1], dtype=sigma.dtype, device=sigma.device)
     trace = sigma.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-    y = sigma / trace
-    z = step = 1.5 * eye - 0.5 * y
+    eye = 1.5 * eye
+    minus_half_y = sigma / (-2 * trace)
+    z = step = eye + minus_half_y
     for _ in range(steps - 1):
-        y = y @ step
-        step = 1.5 * eye - 0.5 * z @ y
+        minus_half_y = minus_half_y @ step
+        step = eye + z @ minus_half_y
         z = step @ z
     return z
 
@@ -283,21 +292,34 @@ def decorrelation(cov: Tensor, scale: Tensor, newton_steps: int = 3) -> Tensor:
     """
     group_size = cov.shape[-1]
     scale_GK = grouped(scale, group_size)
-    valid_GK = grouped(torch.ones_like(scale), group_size)
     sigma = cov * scale_GK[:, :, None] * scale_GK[:, None, :]
     trace = sigma.diagonal(dim1=-2, dim2=-1).sum(-1)
+    if scale.numel() % group_size == 0:
+        eye = torch.eye(group_size, dtype=sigma.dtype, device=sigma.device)
+        ridge = RIDGE / group_size * trace + RIDGE_FLOOR
+        return newton_inverse_sqrt(sigma + ridge[:, None, None] * eye, newton_steps)
+    valid_GK = grouped(torch.ones_like(scale), group_size)
     ridge = RIDGE * trace / valid_GK.sum(-1) + RIDGE_FLOOR
     inv_sqrt = newton_inverse_sqrt(
         sigma + torch.diag_embed(ridge[:, None] * valid_GK), newton_steps
     )
-    if scale.numel() % group_size == 0:
-        return inv_sqrt
     return inv_sqrt * valid_GK[:, :, None] + torch.diag_embed(1 - valid_GK)
 
 
 def inverse_std(var: Tensor, scale: Tensor, eps: float = 1e-5) -> Tensor:
     """s^{-1/2}, s the mean of σ̃² = var ⊙ scale² over all (Eq. inputAII, Eq. reparam1)."""
     return ((var * scale.square()).mean() + eps).rsqrt()
+
+
+def gate_input(variance: Tensor) -> Tensor:
+    """Scale the rows of the gate's input down whose square would overflow; (N, C) -> (N, C).
+
+    The gate's LayerNorm takes the scale out again, so that neither its value nor, with a constant
+    factor, its gradient depends on it.
+    """
+    variance = variance.clamp(max=torch.finfo(variance.dtype).max)
+    largest = variance.detach().amax(-1, keepdim=True)
+    return variance / (largest / GATE_LARGEST).clamp_min(1)
 
 
 @full_precision
@@ -307,7 +329,7 @@ def instance_gate(variance: Tensor, gate: Gate) -> Tensor:
     Shape: (N, C) -> (N, C).
     """
     gate = Gate(*(weight.to(variance.dtype) for weight in gate))
-    hidden = linear(variance, gate.w1)
+    hidden = linear(gate_input(variance), gate.w1)
     hidden = layer_norm(hidden, hidden.shape[-1:], gate.norm_weight, gate.norm_bias, GATE_NORM_EPS)
     return linear(hidden.relu(), gate.w2).sigmoid()
 
@@ -348,16 +370,17 @@ def coefficients(
         blend: α. The result is x̃ + α · (block(x̃) − x̃).
     """
     shift = shift.reshape(-1, scale.numel())
-    matrix, d, c = None, None, torch.zeros_like(shift)
+    matrix = d = c = None
     if inv_sqrt is not None:
         group_size = inv_sqrt.shape[-1]
         weighted = inv_sqrt if lam is None else lam * inv_sqrt
         matrix = weighted * grouped(scale, group_size)[:, None, :]
-        c = c + _of_each_image(weighted, grouped(shift, group_size))[:, : scale.numel()]
+        c = _of_each_image(weighted, grouped(shift, group_size))[:, : scale.numel()]
     if gain is not None:
         weighted = gain if lam is None else (1 - lam) * gain
         d = weighted * scale
-        c = c + weighted * shift
+        c = weighted * shift if c is None else torch.addcmul(c, weighted, shift)
+    assert c is not None, "coefficients need inv_sqrt, gain or both"
     if blend is not None:
         matrix = None if matrix is None else blend * matrix
         d = (1 - blend) * scale[None] if d is None else (1 - blend) * scale + blend * d
@@ -385,7 +408,9 @@ def mix(x: Tensor, P: Tensor | None, d: Tensor | None, c: Tensor) -> Tensor:
     )
     # not a view to autograd, so that a residual block may add to it in place at no cost
     shape = [n, groups * group_size, height, width]
-    y = cast(Tensor, unsafe_view(y, shape)).to(x.dtype)
+    # and as a view in a trace, where the arguments of the other would be those of this batch
+    y = y.view(shape) if is_tracing() else cast(Tensor, unsafe_view(y, shape))
+    y = y.to(x.dtype)
     if groups * group_size != channels:
         y = y[:, :channels]
     return in_layout_of(x, y)
@@ -411,10 +436,14 @@ def channel_equilibrium(
         x: input of the normalizer, or its output when scale and shift are left out.
         gate: weights of the instance gate.
         lam: λ, the share of batch decorrelation.
-        scale, shift: the normalizer as an affine map per channel, (C,) each.
-        inv_sqrt, inv_std: W and s^{-1/2} to use instead of the batch's own: the running averages,
-            in evaluation.
-        group_size, newton_steps, pool, eps: as in `ChannelEquilibrium2d`.
+        scale: factor of the normalizer as an affine map, (C,).
+        shift: its constant, (C,).
+        inv_sqrt: W to use instead of the batch's own: its running average, in evaluation.
+        inv_std: s^{-1/2} to use instead of the batch's own, likewise.
+        group_size: as in `ChannelEquilibrium2d`.
+        newton_steps: as in `ChannelEquilibrium2d`.
+        pool: as in `ChannelEquilibrium2d`.
+        eps: as in `ChannelEquilibrium2d`.
     """
     dtype = statistics_dtype(x)
     scale = x.new_ones(x.shape[1], dtype=dtype) if scale is None else scale.to(dtype)

@@ -71,6 +71,29 @@ if graph_task is None:
         stacklevel=2,
     )
 
+# how many modes see every operator that is called; transforms of functorch; a profiler
+_dispatch_modes: Any = _of("torch._C", "_len_torch_dispatch_stack")
+_transforms: Any = _of("torch._C._functorch", "peek_interpreter_stack")
+_is_profiling: Any = _of("torch._C._autograd", "_profiler_enabled")
+_CAN_TELL = None not in (_dispatch_modes, _transforms, _is_profiling)
+
+# whether torch.jit.trace records this run
+is_tracing: Any = _of("torch.jit", "is_tracing") or (lambda: False)
+# whether a tensor stands for many, inside torch.vmap; torch.compile cannot trace it
+is_batched: Any = _of("torch._C._functorch", "is_batchedtensor") or (lambda _tensor: False)
+
+
+def hears_operators() -> bool:
+    """Whether somebody may want to know which operators are called; at worst it is true."""
+    return (
+        torch.compiler.is_compiling()
+        or not _CAN_TELL
+        or bool(_dispatch_modes())
+        or _transforms() is not None
+        or _is_profiling()
+        or is_tracing()
+    )
+
 
 def sequence_number(node: Node) -> int:
     """Place of an operation in the order of the run."""
@@ -119,6 +142,7 @@ def _collective(name: str) -> Any:
 
 
 all_gather_into_tensor = _collective("all_gather_into_tensor")
+all_gather_into_tensor_out = _collective("all_gather_into_tensor_out")
 reduce_scatter_tensor = _collective("reduce_scatter_tensor")
 wait_tensor = _collective("wait_tensor")
 
@@ -169,6 +193,14 @@ def triton_warmup() -> Any:
     """Function that compiles a kernel for arguments, and does not launch it."""
     found = getattr(_of("triton", "JITFunction"), "warmup", None)
     return found or _missing("triton", "JITFunction.warmup", _NO_KERNELS)
+
+
+def triton_cache_key() -> None:
+    """Have Triton compute and remember its part of the keys of its cache, where it has one."""
+    for module in ("triton.runtime.cache", "triton.compiler.compiler"):
+        if found := _of(module, "triton_key"):
+            found()
+            return
 
 
 # timm, likewise

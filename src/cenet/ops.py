@@ -1,29 +1,41 @@
 """`torch.library` operators around the kernels: registration, gradients, fakes and FLOP counts.
 
-    cenet::norm_ce             norm → CE → activation; moves running averages in place
-    cenet::norm_ce_backward    its gradients
-    cenet::folded_ce           CE in deployment, without gradients
+    cenet::norm_ce                  norm → CE → activation; moves running averages in place
+    cenet::norm_ce_backward         its gradients
+    cenet::sync_norm_ce             the same with the statistics of several ranks
+    cenet::sync_norm_ce_backward    its gradients
+    cenet::folded_ce                CE in deployment, without gradients
 
 The operators take CUDA tensors. CPU tensors, float64, export and second derivatives go to
 `functional`; `use_kernels` decides, and `backend` overrides it.
 
 The records of `kernels.call` describe the arguments of norm_ce and folded_ce. The second result of
 norm_ce, `state`, is one tensor with all that the backward pass needs besides x
-(`kernels.layer.Saved`).
+(`kernels.layer.Saved`). The synchronized operators talk to the other ranks inside: one collective
+each (`kernels.merging`).
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
+from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from cenet import functional as F
-from cenet.internals import below_autograd, detect_fake_mode, increment_version, is_exporting
+from cenet.internals import (
+    below_autograd,
+    detect_fake_mode,
+    hears_operators,
+    increment_version,
+    is_exporting,
+    triton_cache_key,
+)
 from cenet.kernels.call import (
     ABSENT,
     BATCH,
@@ -32,6 +44,8 @@ from cenet.kernels.call import (
     NORM_CE,
     NORM_CE_BACKWARD,
     RUNNING,
+    SYNC_NORM_CE,
+    SYNC_NORM_CE_BACKWARD,
     FoldedCECall,
     NormCECall,
     gradient_sizes,
@@ -74,17 +88,36 @@ def backend(name: Backend) -> Iterator[None]:
         _backend = before
 
 
+def start_gpu(device: torch.device, *, kernels: bool) -> None:
+    """Load what the first step on a GPU loads once: CUDA, cuDNN, and Triton if `kernels` are used.
+
+    Much of that is not Python code, so another thread can run meanwhile. Does nothing on a CPU.
+    """
+    if device.type != "cuda":
+        return
+    image = torch.zeros(1, 1, 3, 3, device=device)
+    torch.nn.functional.conv2d(image, image)
+    if kernels and HAS_TRITON:
+        import_module("cenet.kernels.preparation")
+        triton_cache_key()  # reads all of Triton's library, half a gigabyte
+
+
 def use_kernels(
-    x: Tensor, tensors: Sequence[Tensor | None], group_size: int, unless: str | None = None
+    x: Tensor,
+    tensors: Sequence[Tensor | None],
+    group_size: int,
+    unless: str | None = None,
+    *,
+    synchronized: bool = False,
 ) -> bool:
     """Whether to run x and these parameters on the kernels.
 
     Backend "triton" raises RuntimeError where they cannot. `unless` is the caller's own reason why
-    they cannot, if it has one.
+    they cannot, if it has one. Where a layer is synchronized, they can without an image, too.
     """
     if _backend == "torch" or (_backend == "auto" and not x.is_cuda):
         return False
-    reason = unless or _why_not(x, tensors, group_size)
+    reason = unless or _why_not(x, tensors, group_size, synchronized)
     if _backend == "triton" and reason:
         raise RuntimeError(f'backend "triton" was asked for, but {reason}; use backend "auto"')
     if reason is None and not torch.compiler.is_compiling():
@@ -92,7 +125,9 @@ def use_kernels(
     return reason is None
 
 
-def _why_not(x: Tensor, tensors: Sequence[Tensor | None], group_size: int) -> str | None:
+def _why_not(
+    x: Tensor, tensors: Sequence[Tensor | None], group_size: int, synchronized: bool
+) -> str | None:
     given = [tensor for tensor in tensors if tensor is not None]
     if not x.is_cuda:
         return f"the kernels run on CUDA tensors, not on {x.device.type}"
@@ -106,7 +141,7 @@ def _why_not(x: Tensor, tensors: Sequence[Tensor | None], group_size: int) -> st
         return f"a parameter is not on {x.device}"
     if group_size > LARGEST_GROUP:
         return f"group_size={group_size} is more than {LARGEST_GROUP}"
-    if x.numel() == 0:
+    if x.numel() == 0 and not synchronized:
         return "the batch is empty"
     if is_exporting():
         return "an exported program must not depend on them"
@@ -116,24 +151,71 @@ def _why_not(x: Tensor, tensors: Sequence[Tensor | None], group_size: int) -> st
 _library: Any = torch.library.Library("cenet", "DEF")  # type: ignore[no-untyped-call]
 _library.define(NORM_CE)
 _library.define(NORM_CE_BACKWARD)
+_library.define(SYNC_NORM_CE)
+_library.define(SYNC_NORM_CE_BACKWARD)
 _library.define(FOLDED_CE)
 norm_ce = torch.ops.cenet.norm_ce.default
 norm_ce_backward = torch.ops.cenet.norm_ce_backward.default
+sync_norm_ce = torch.ops.cenet.sync_norm_ce.default
+sync_norm_ce_backward = torch.ops.cenet.sync_norm_ce_backward.default
 folded_ce = torch.ops.cenet.folded_ce.default
-# operators with an activation inside, and the records of their calls
-CALLS = {norm_ce: NormCECall, folded_ce: FoldedCECall}
+# operators with an activation inside, and the records of their calls; arguments that say which
+# ranks are merged come behind
+CALLS: dict[Any, Any] = {norm_ce: NormCECall, sync_norm_ce: NormCECall, folded_ce: FoldedCECall}
+_FIELDS = len(NormCECall._fields)
+_TENSORS = NormCECall._fields.index("momenta")  # the fields before it are tensors, or None
+_FOLDED_TENSORS = FoldedCECall._fields.index("act")
 _ACT, _SLOPE = CONSTANTS.index("act"), CONSTANTS.index("slope")
+
+
+def run_norm_ce(call: NormCECall, ranks: tuple[Any, ...] = ()) -> Tensor:
+    """y of a call, with the statistics of several ranks if their number and group are given.
+
+    An operator takes the host longer than the kernels take, and is called twice each way, with
+    autograd and below it. So it is passed by unless somebody listens.
+    """
+    if not _is_plain(call[:_TENSORS]):
+        y, *_ = sync_norm_ce(*call, *ranks) if ranks else norm_ce(*call)
+    elif _wants_gradients(call[:_TENSORS]):
+        y, *_ = _NormCE.apply(call.x, call.residual, *call.parameters(), call, ranks, True)
+    else:
+        y, *_ = _sync_norm_ce(*call, *ranks) if ranks else _norm_ce(*call)
+    return cast(Tensor, y)
+
+
+def run_folded_ce(call: FoldedCECall) -> Tensor:
+    """y of a call of the folded layer, by the operator if somebody listens."""
+    if _is_plain(call[:_FOLDED_TENSORS]) and not _wants_gradients(call[:_FOLDED_TENSORS]):
+        return _folded_ce(*call)
+    return cast(Tensor, folded_ce(*call))
+
+
+def _is_plain(tensors: Iterable[Any]) -> bool:
+    """Whether nobody listens to operators, and no tensor is of a class with its own operators."""
+    if hears_operators():
+        return False
+    for tensor in tensors:
+        kind = type(tensor)
+        if kind is not Parameter and kind is not Tensor and tensor is not None:
+            return False
+    return True
 
 
 def _norm_ce(*args: Any) -> tuple[Tensor, Tensor]:
     from cenet.kernels import layer
 
+    call = _moving(args)
+    with _device_of(call.x):
+        return layer.forward(call)
+
+
+def _moving(args: Sequence[Any]) -> NormCECall:
+    """The call, without gaps. Autograd hears that its averages will change."""
     call = NormCECall.without_gaps(args)
     moved = [average for average in call.averages() if average is not None]
     if moved:
         increment_version(moved)
-    with _device_of(call.x):
-        return layer.forward(call)
+    return call
 
 
 def _norm_ce_backward(grad: Tensor, y: Tensor | None, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -143,6 +225,27 @@ def _norm_ce_backward(grad: Tensor, y: Tensor | None, *args: Any) -> tuple[Tenso
     call = NormCECall.without_gaps(call)
     with _device_of(call.x):
         dx, residual, small = layer.backward(call, grad, y, state)
+    return dx, call.x.new_empty(0) if residual is None or y is None else residual, small
+
+
+def _sync_norm_ce(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from cenet.kernels import merging
+
+    call = _moving(args[:_FIELDS])
+    with _device_of(call.x):
+        return merging.forward(call, *args[_FIELDS:])
+
+
+def _sync_norm_ce_backward(
+    grad: Tensor, y: Tensor | None, *args: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    from cenet.kernels import merging
+
+    *given, message, messages, group_name = args
+    call, state = NormCECall.from_backward(*given)
+    call = NormCECall.without_gaps(call)
+    with _device_of(call.x):
+        dx, residual, small = merging.backward(call, grad, y, state, message, messages, group_name)
     return dx, call.x.new_empty(0) if residual is None or y is None else residual, small
 
 
@@ -178,6 +281,18 @@ def _fake_norm_ce_backward(
     return _dense_like(x), residual, x.new_empty(small, dtype=torch.float32)
 
 
+def _fake_sync_norm_ce(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from cenet.kernels.merging import layout_of
+
+    y, state = _fake_norm_ce(*args[:_FIELDS])
+    size = layout_of(NormCECall(*args[:_FIELDS])).size()
+    return y, state, state.new_empty(size), state.new_empty(args[_FIELDS] * size)
+
+
+def _fake_sync_norm_ce_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _fake_norm_ce_backward(*args[:-3])
+
+
 def _dense_like(x: Tensor, *args: Any) -> Tensor:
     layout = torch.channels_last if F.is_channels_last(x) else torch.contiguous_format
     return torch.empty_like(x, memory_format=layout)
@@ -187,39 +302,50 @@ class _NormCE(torch.autograd.Function):
     """Saves x, the small tensors, and y if there are both a residual and an activation.
 
     Its arguments are the tensors that may have a gradient, then the whole call as one object, which
-    autograd does not look into.
+    autograd does not look into; the ranks to merge: none, or their number and group; and whether
+    to call the kernels without the operator.
     """
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
-        call: NormCECall = args[-1]
-        with below_autograd():
-            y, state = norm_ce(*call)
+        call: NormCECall = args[-3]
+        ranks: tuple[Any, ...] = args[-2]
+        if args[-1]:
+            y, state, *told = _sync_norm_ce(*call, *ranks) if ranks else _norm_ce(*call)
+        else:
+            with below_autograd():
+                y, state, *told = sync_norm_ce(*call, *ranks) if ranks else norm_ce(*call)
         ctx.has_residual = call.residual is not None
         # with a residual, the sign of the activation's argument cannot be recomputed from x
         kept = y if ctx.has_residual and call.act != "none" else None
-        ctx.save_for_backward(kept, call.x, *call.parameters(), state)
-        ctx.constants = call.constants()
-        ctx.mark_non_differentiable(state)
+        ctx.save_for_backward(kept, *told, call.x, *call.parameters(), state)
+        ctx.constants, ctx.ranks = call.constants(), ranks
+        ctx.mark_non_differentiable(state, *told)
         ctx.set_materialize_grads(False)
-        return y, state
+        return y, state, *told
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> Any:
         if grad is None:
             return (None,) * len(ctx.needs_input_grad)
-        y, x, *parameters, state = ctx.saved_tensors
+        y, *saved = ctx.saved_tensors
+        told = [saved.pop(0), saved.pop(0), ctx.ranks[1]] if ctx.ranks else []
+        x, *parameters, state = saved
         constants = list(ctx.constants)
-        if y is not None and detect_fake_mode([grad]) is not None:
-            # left to the compiler, which joins it with the addition that made `grad`
-            grad = _through_activation(grad, y, constants[_ACT], constants[_SLOPE])
-            y, constants[_ACT] = None, "none"
-        dx, residual, small = norm_ce_backward(grad, y, x, *parameters, state, *constants)
+        if not torch.is_grad_enabled() and _is_plain((grad, x, *parameters)):
+            backward = _sync_norm_ce_backward if told else _norm_ce_backward
+        else:
+            backward = sync_norm_ce_backward if told else norm_ce_backward
+            if y is not None and detect_fake_mode([grad]) is not None:
+                # left to the compiler, which joins it with the addition that made `grad`
+                grad = _through_activation(grad, y, constants[_ACT], constants[_SLOPE])
+                y, constants[_ACT] = None, "none"
+        dx, residual, small = backward(grad, y, x, *parameters, state, *constants, *told)
         grads: list[Tensor | None] = [None] * len(parameters)
         if any(ctx.needs_input_grad[2:]):
             grads = _parameter_gradients(small, x.shape[1], parameters)
         shortcut = (grad if y is None else residual) if ctx.has_residual else None
-        return dx, shortcut, *grads, None
+        return dx, shortcut, *grads, None, None, None
 
 
 def _parameter_gradients(
@@ -232,8 +358,9 @@ def _parameter_gradients(
         if parameter is None:
             grads.append(None)
             continue
-        part = part if parameter.dim() == 1 else part.view(parameter.shape)
-        grads.append(part if parameter.dtype == torch.float32 else part.to(parameter.dtype))
+        shape = parameter.shape
+        part = part if len(shape) == 1 else part.view(shape)
+        grads.append(part if parameter.dtype is torch.float32 else part.to(parameter.dtype))
     return grads
 
 
@@ -249,9 +376,9 @@ def _through_activation(grad: Tensor, y: Tensor, act: str, slope: float) -> Tens
 
 class _NoSecondDerivative(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> Any:
+    def forward(ctx: Any, operator: Any, *args: Any) -> Any:
         with below_autograd():
-            return norm_ce_backward(*args)
+            return operator(*args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -266,19 +393,31 @@ def _autograd_norm_ce(*args: Any) -> Any:
         with below_autograd():
             return norm_ce(*args)
     call = NormCECall._make(args)
-    return _NormCE.apply(call.x, call.residual, *call.parameters(), call)
+    return _NormCE.apply(call.x, call.residual, *call.parameters(), call, (), False)
 
 
-def _autograd_norm_ce_backward(*args: Any) -> Any:
+def _autograd_sync_norm_ce(*args: Any) -> Any:
+    if not _wants_gradients(args):
+        with below_autograd():
+            return sync_norm_ce(*args)
+    call = NormCECall._make(args[:_FIELDS])
+    return _NormCE.apply(call.x, call.residual, *call.parameters(), call, args[_FIELDS:], False)
+
+
+def _without_derivative(operator: Any, *args: Any) -> Any:
+    """Call a backward operator; its own backward pass raises RuntimeError."""
     if _wants_gradients(args):
-        return _NoSecondDerivative.apply(*args)
+        return _NoSecondDerivative.apply(operator, *args)
     with below_autograd():
-        return norm_ce_backward(*args)
+        return operator(*args)
 
 
-def _wants_gradients(args: Sequence[Any]) -> bool:
-    wanted = (isinstance(arg, Tensor) and arg.requires_grad for arg in args)
-    return torch.is_grad_enabled() and any(wanted)
+def _wants_gradients(args: Iterable[Any]) -> bool:
+    if torch.is_grad_enabled():
+        for arg in args:
+            if isinstance(arg, Tensor) and arg.requires_grad:
+                return True
+    return False
 
 
 def _refuse_gradients(*args: Any) -> Any:
@@ -291,12 +430,16 @@ def _refuse_gradients(*args: Any) -> Any:
 for _name, _cuda, _fake in (
     ("norm_ce", _norm_ce, _fake_norm_ce),
     ("norm_ce_backward", _norm_ce_backward, _fake_norm_ce_backward),
+    ("sync_norm_ce", _sync_norm_ce, _fake_sync_norm_ce),
+    ("sync_norm_ce_backward", _sync_norm_ce_backward, _fake_sync_norm_ce_backward),
     ("folded_ce", _folded_ce, _dense_like),
 ):
     _library.impl(_name, _cuda, "CUDA")
     torch.library.register_fake(f"cenet::{_name}", _fake, lib=_library)
 _library.impl("norm_ce", _autograd_norm_ce, "Autograd")
-_library.impl("norm_ce_backward", _autograd_norm_ce_backward, "Autograd")
+_library.impl("sync_norm_ce", _autograd_sync_norm_ce, "Autograd")
+for _backward in (norm_ce_backward, sync_norm_ce_backward):
+    _library.impl(_backward, partial(_without_derivative, _backward), "Autograd")
 _library.impl("folded_ce", _refuse_gradients, "Autograd")
 
 
@@ -307,6 +450,13 @@ def _register_flop_formulas() -> None:
 
     register_flop_formula(torch.ops.cenet.norm_ce)(_forward_flops)
     register_flop_formula(torch.ops.cenet.norm_ce_backward)(_backward_flops)
+    # the arguments behind the call, which say what ranks are merged, have no part in it
+    register_flop_formula(torch.ops.cenet.sync_norm_ce)(
+        lambda *args, **shapes: _forward_flops(*args[:_FIELDS], **shapes)
+    )
+    register_flop_formula(torch.ops.cenet.sync_norm_ce_backward)(
+        lambda *args, **shapes: _backward_flops(*args[:-3], **shapes)
+    )
     register_flop_formula(torch.ops.cenet.folded_ce)(_folded_flops)
 
 

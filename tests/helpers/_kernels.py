@@ -16,7 +16,7 @@ from torch import Tensor
 
 from _build import Case, build, make_input, twin
 from _checks import RTOL, assert_close
-from _interpreter import patch_once_per_launch
+from _interpreter import speed_up_interpreter
 from _reference import Block, Parameters, activate, decorrelate, normalize, reweight
 from cenet import ops
 from cenet.kernels import layer
@@ -27,7 +27,7 @@ from cenet.kernels.moments import measure
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
-    patch_once_per_launch()
+    speed_up_interpreter()
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="triton compiles here")
 each_device = pytest.mark.parametrize(
     "device",
@@ -341,7 +341,9 @@ def run_average_(
 @cache
 def register_on_cpu() -> torch.library.Library:
     library = torch.library.Library("cenet", "IMPL")
-    for name in ("norm_ce", "norm_ce_backward", "folded_ce"):
+    for name in ("norm_ce", "sync_norm_ce", "folded_ce"):
+        library.impl(name, getattr(ops, f"_{name}"), "CPU")
+    for name in ("norm_ce_backward", "sync_norm_ce_backward"):
         library.impl(name, getattr(ops, f"_{name}"), "CPU")
     return library
 

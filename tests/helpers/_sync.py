@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import _reference_list
 import cenet.nn.base as base
 import cenet.nn.ranks as ranks_module
 import cenet.nn.statistics as statistics
 from _distributed import Collectives
+from _reference import Block, Parameters
 from cenet import (
     BatchDecorrelation2d,
     ChannelEquilibrium2d,
@@ -37,6 +39,12 @@ def released() -> nn.Module:
     return block
 
 
+def fixed_norm() -> nn.Module:
+    block = norm_ce()
+    block.norm.eval()
+    return block
+
+
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "ce": partial(ChannelEquilibrium2d, C),
     "bd": partial(BatchDecorrelation2d, C),
@@ -55,7 +63,16 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "ragged": partial(norm_ce, group_size=10),
     "momentum None": partial(norm_ce, partial(nn.BatchNorm2d, momentum=None), momentum=None),
     "identity": partial(norm_ce, start="identity"),
+    "identity+bd": partial(norm_ce, layer=BatchDecorrelation2d, start="identity"),
+    "fixed bn+ce": fixed_norm,
     "released": released,
+}
+# layers that have a reference for images of different sizes
+BLOCKS = {
+    "bn+ce": Block(),
+    "syncbn+ce": Block(),
+    "pool": Block(pool=2),
+    "ragged": Block(group_size=10),
 }
 # images per rank
 SPLITS = {
@@ -142,6 +159,29 @@ def mixed(rank: int, ranks: int, name: str) -> dict[str, Any]:
     """Images of different sizes on every rank."""
     x = mixed_batch(rank, ranks)
     return steps(convert_sync_ce(layer(name)), [x], mixed_batch(rank, ranks, seed=100))
+
+
+def mixed_reference(ranks: int, name: str) -> tuple[dict[str, Any], _reference_list.Result]:
+    xs = [mixed_batch(rank, ranks) for rank in range(ranks)]
+    return list_reference(name, xs, [mixed_batch(rank, ranks, seed=100) for rank in range(ranks)])
+
+
+def list_reference(
+    name: str, batches: list[Tensor], weights: list[Tensor]
+) -> tuple[dict[str, Any], _reference_list.Result]:
+    """Outputs and gradients of the list of all images in float64, and what buffers average."""
+    block = layer(name)
+    ir = block.ce.ir
+    tensors = [block.norm.weight, block.norm.bias, ir.fc1.weight, ir.norm.weight, ir.norm.bias]
+    tensors += [ir.fc2.weight, block.ce.mix_logit]
+    p = Parameters(*(tensor.detach().clone().requires_grad_() for tensor in tensors))
+    xs = [batch.clone().requires_grad_() for batch in batches]
+    result = _reference_list.equilibrium(xs, p, BLOCKS[name])
+    sum((y * weight).sum() for y, weight in zip(result.outputs, weights, strict=True)).backward()
+    names = ["norm.weight", "norm.bias", "ce.ir.fc1.weight", "ce.ir.norm.weight"]
+    names += ["ce.ir.norm.bias", "ce.ir.fc2.weight", "ce.mix_logit"]
+    grads = {n: getattr(p, field).grad for n, field in zip(names, vars(p), strict=True)}
+    return {"ys": result.outputs, "x.grads": [x.grad for x in xs], "grads": grads}, result
 
 
 def _equal_weights(counts: Tensor) -> Tensor:

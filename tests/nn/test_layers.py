@@ -477,6 +477,7 @@ def test_update_ce_stats_loses_nothing_when_it_fails():
         ({"eps": -1e-5}, "eps=-1e-05 must be positive"),
         ({"momentum": 0.0}, "momentum=0.0 must be in"),
         ({"momentum": 1.5}, "momentum=1.5 must be in"),
+        ({"momentum": 10**400}, "momentum=1000.* must be in"),
         ({"newton_steps": 0}, "newton_steps=0 must be an integer in 1..9"),
         ({"newton_steps": 10}, "newton_steps=10 must be"),
         ({"newton_steps": 2.5}, "newton_steps=2.5 must be"),

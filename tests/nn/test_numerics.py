@@ -261,3 +261,41 @@ def test_a_gate_sees_differences_between_images_however_small_gamma_is():
         (layer(gamma * x) / (gamma * x)).mean((2, 3)).std(0).mean() * gamma for gamma in (1, 1e-3)
     ]
     assert relative_error(spread[1], spread[0]) < 1e-2
+
+
+@pytest.mark.parametrize("size", [1.0, 1e12, 1e15, 1e18])
+def test_the_gate_takes_inputs_whose_square_overflows(size):
+    torch.manual_seed(0)
+    layer = InstanceReweighting2d(24)
+    variance = torch.rand(3, 24) * torch.tensor([1, size, size**2])[:, None]
+    wide = copy.deepcopy(layer).double()
+    exact, given = (v.detach().clone().requires_grad_() for v in (variance.double(), variance))
+    hidden = wide.fc1.weight @ exact.mT
+    # LayerNorm without a variance: distances from the mean over their root mean square
+    apart = hidden.mT - hidden.mean(0)[:, None]
+    standard = apart / (apart.square().mean(1, keepdim=True) + F.GATE_NORM_EPS).sqrt()
+    expected = (wide.norm.weight * standard + wide.norm.bias).relu() @ wide.fc2.weight.mT
+    for gate in (layer.gated, lambda v: F.instance_gate(v, layer.gate)):
+        actual = gate(given)
+        assert_close("gate", actual, expected.sigmoid(), 1e-5)
+        (grad,) = torch.autograd.grad(actual.sum(), given)
+        (wanted,) = torch.autograd.grad(expected.sigmoid().sum(), exact, retain_graph=True)
+        for row in range(3):
+            assert_close("gradient", grad[row], wanted[row], 1e-4)
+
+
+@pytest.mark.parametrize("size", [1e15, 1e25])
+def test_identity_start_is_the_identity_of_huge_activations(size):
+    layer = NormCE2d(nn.BatchNorm2d(24), ChannelEquilibrium2d(24), start="identity").eval()
+    x = size * torch.randn(2, 24, 6, 6)
+    assert_close("y", layer(x), layer.norm(x), 1e-6)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1000.0])
+def test_the_mean_of_windows_is_that_of_the_pooled_map(offset):
+    """Ranks tell it each other."""
+    x = feature_map(0, 24, h=5, w=7) + offset
+    pooled = nn.functional.max_pool2d(x, 2, ceil_mode=True)
+    found = F.moments(x, 16, pool=2)
+    assert_close("windows", found.window_mean, pooled.mean((2, 3)), 1e-12)
+    assert_close("mean", found.mean, x.mean((2, 3)), 1e-12)

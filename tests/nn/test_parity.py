@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
+from torch.nn.functional import layer_norm
 
 from _build import Case, build, gradient_names, make_input, twin
 from _checks import RTOL, assert_close
 from _reference import activate, equilibrium
+from cenet import ChannelEquilibrium2d, NormCE2d
 from cenet import functional as F
 
 BASE = Case()
@@ -170,10 +173,52 @@ def test_parity_notices_a_mutation(monkeypatch, mutate, case):
         check_parity(case)
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("offset", [0, 100, 1000])
+def test_evaluation_at_means_far_from_zero(offset, layout):
+    """Against the equations in float64, written out."""
+    torch.manual_seed(0)
+    channels, size = 32, 16
+    block = NormCE2d(nn.BatchNorm2d(channels), ChannelEquilibrium2d(channels, group_size=size))
+    nn.init.normal_(block.norm.weight, 1, 0.2)
+    x = (torch.randn(8, channels, 10, 10) + offset).contiguous(memory_format=layout)
+    block(x)
+    block.eval()
+    block.norm.running_mean.copy_(x.mean((0, 2, 3)))
+    block.norm.running_var.fill_(1.2)
+    twin = {name: value.detach().double() for name, value in block.state_dict().items()}
+    leaves = {name: twin[name].requires_grad_() for name, _ in block.named_parameters()}
+    x, exact = x.requires_grad_(), x.detach().double().requires_grad_()
+
+    mean, rstd = twin["norm.running_mean"], (twin["norm.running_var"] + 1e-5).rsqrt()
+    values = (exact - mean[:, None, None]) * (rstd * twin["norm.weight"])[:, None, None]
+    values = values + twin["norm.bias"][:, None, None]
+    inv_std, gate = twin["ce.ir.running_inv_std"], {}
+    for name in ("fc1.weight", "norm.weight", "norm.bias", "fc2.weight"):
+        gate[name] = twin[f"ce.ir.{name}"]
+    hidden = values.var((2, 3), correction=0) * inv_std.square() @ gate["fc1.weight"].mT
+    width = hidden.shape[1:]
+    hidden = layer_norm(hidden, width, gate["norm.weight"], gate["norm.bias"], 1e-5).relu()
+    gain = (hidden @ gate["fc2.weight"].mT).sigmoid() * inv_std
+    groups = values.unflatten(1, (-1, size)).flatten(3)
+    decorrelated = (twin["ce.bd.running_inv_sqrt"] @ groups).reshape(values.shape)
+    mix = twin["ce.mix_logit"].sigmoid()
+    expected = mix * decorrelated + (1 - mix) * gain[:, :, None, None] * values
+
+    y = block(x)
+    upstream = torch.randn_like(y) + y.detach()
+    y.backward(upstream)
+    expected.backward(upstream.double())
+    assert_close("y", y, expected, 1e-5)
+    assert_close("x.grad", x.grad, exact.grad, 1e-5)
+    for name, parameter in block.named_parameters():
+        assert_close(f"{name}.grad", parameter.grad, leaves[name].grad, 1e-5)
+
+
 @pytest.mark.parametrize("layer", ["ce", "bd", "ir"])
 @pytest.mark.parametrize("norm", ["bn", "none"])
 def test_first_and_second_derivatives(layer, norm):
-    small = Case(channels=5, n=2, height=2, width=3, act="none", group_size=3)
+    small = Case(channels=4, n=2, height=1, width=3, act="none", group_size=3)
     case = small.but(norm=norm, layer=layer, gamma=0.3)
     block = build(case).double()
     names = [name for name, _ in block.named_parameters()]

@@ -5,7 +5,6 @@ import os
 import pickle
 import signal
 import tempfile
-import time
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -16,12 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import _reference_list
 import _sync
 from _checks import RTOL, assert_close, relative_error
 from _distributed import SERVER, joined, once, run
-from _reference import Block, Parameters
-from _sync import LAYERS, MUTATIONS, SPLITS, images, layer
+from _sync import BLOCKS, LAYERS, MUTATIONS, SPLITS, images, layer
 from cenet import (
     BatchDecorrelation2d,
     ChannelEquilibrium2d,
@@ -32,20 +29,15 @@ from cenet import (
     revert_sync_ce,
     update_ce_stats,
 )
+from cenet.messages import Layout
 from cenet.nn import ce_layers
 from cenet.nn.ranks import SyncGroup
-from cenet.nn.statistics import Layout, merge
+from cenet.nn.statistics import merge
 from cenet.nn.sync import sync_bytes
 
 EXACT = RTOL[torch.float64]
 # three processes on two cores take their time
 EACH_SIZE = [2, pytest.param(3, marks=pytest.mark.slow)]
-BLOCKS = {
-    "bn+ce": Block(),
-    "syncbn+ce": Block(),
-    "pool": Block(pool=2),
-    "ragged": Block(group_size=10),
-}
 
 
 def work(rank: int, ranks: int) -> dict[str, Any]:
@@ -167,25 +159,6 @@ def test_ranks_equal_one_process(ranks, name):
         assert_same(over_ranks(results), _sync.alone(name, split))
 
 
-def list_reference(ranks: int, name: str) -> tuple[dict[str, Any], _reference_list.Result]:
-    block = layer(name)
-    ir = block.ce.ir
-    tensors = [block.norm.weight, block.norm.bias, ir.fc1.weight, ir.norm.weight, ir.norm.bias]
-    tensors += [ir.fc2.weight, block.ce.mix_logit]
-    p = Parameters(*(tensor.detach().clone().requires_grad_() for tensor in tensors))
-    xs = [_sync.mixed_batch(rank, ranks).requires_grad_() for rank in range(ranks)]
-    result = _reference_list.equilibrium(xs, p, BLOCKS[name])
-    losses = [
-        (y * _sync.mixed_batch(rank, ranks, seed=100)).sum()
-        for rank, y in enumerate(result.outputs)
-    ]
-    sum(losses).backward()
-    names = ["norm.weight", "norm.bias", "ce.ir.fc1.weight", "ce.ir.norm.weight"]
-    names += ["ce.ir.norm.bias", "ce.ir.fc2.weight", "ce.mix_logit"]
-    grads = {n: getattr(p, field).grad for n, field in zip(names, vars(p), strict=True)}
-    return {"ys": result.outputs, "x.grads": [x.grad for x in xs], "grads": grads}, result
-
-
 def largest_error(results: list[dict[str, Any]], expected: dict[str, Any]) -> float:
     errors = [
         relative_error(result[own], value)
@@ -200,7 +173,7 @@ def largest_error(results: list[dict[str, Any]], expected: dict[str, Any]) -> fl
 @pytest.mark.parametrize("ranks", EACH_SIZE)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_images_of_different_sizes_equal_the_list_of_images(ranks, name):
-    expected, statistics = list_reference(ranks, name)
+    expected, statistics = _sync.mixed_reference(ranks, name)
     results = [result["mixed", name] for result in together(ranks)]
     assert largest_error(results, expected) <= EXACT
     start = dict(layer(name).named_buffers())
@@ -217,7 +190,7 @@ def test_images_of_different_sizes_equal_the_list_of_images(ranks, name):
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_the_comparison_notices(mutation):
-    expected, _ = list_reference(2, "pool")
+    expected, _ = _sync.mixed_reference(2, "pool")
     results = [result["mutation", mutation] for result in together(2)]
     assert largest_error(results, expected) > 1e-4
 
@@ -306,7 +279,7 @@ def test_recalibration_is_over_all_ranks():
 def test_errors_on_ranks_say_what_to_do():
     for result in together(2):
         assert "remove the hooks" in result["edge"]["hook"]
-        assert "statistics of several ranks" in result["edge"]["triton"]
+        assert "the kernels run on CUDA tensors, not on cpu" in result["edge"]["triton"]
         assert "SyncBatchNorm expected input tensor to be on GPU" in result["edge"]["other group"]
 
 
@@ -331,14 +304,13 @@ def test_compiles_to_one_graph(name):
 
 def die_or_wait(rank: int, folder: str) -> None:
     """Rank 1 is killed between two steps."""
-    with joined(rank, 2, folder, timedelta(seconds=5)):
+    with joined(rank, 2, folder, timedelta(minutes=30)):
         module = convert_sync_ce(layer("bn+ce"))
         module(images(2)).sum().backward()
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        start = time.monotonic()
         error = _sync.error_of(lambda: module(images(2)))
-        Path(folder, "error").write_text(f"{time.monotonic() - start} {error}")
+        Path(folder, "error").write_text(error)
 
 
 def test_a_killed_rank_ends_the_others_with_an_error():
@@ -349,9 +321,8 @@ def test_a_killed_rank_ends_the_others_with_an_error():
         for process in processes:
             process.join(60)
         assert not any(process.is_alive() for process in processes)
-        seconds, error = Path(folder, "error").read_text().split(" ", 1)
-        assert float(seconds) < 10
-        assert "Error" in error.split(":")[0]
+        # long before the group would give up
+        assert "Error" in Path(folder, "error").read_text().split(":")[0]
 
 
 def places(model):

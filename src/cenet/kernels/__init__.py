@@ -17,12 +17,13 @@ derivation. Nothing here knows modules. One file per idea, with its backward:
     small_maps      the passes over maps of at most 8 pixels
     pooling         the passes with max-pooling before the covariance
     folded_gate     the gate of a folded layer
+    merging         the passes of a layer whose statistics are those of several ranks
     preparation     compiling kernels ahead of time
 
 Letters, in kernels and comments:
 
     N samples   C channels   L pixels of a sample   M = N·L   G groups of K channels
-    H hidden units of the gate (height in `pooling`)   S chunks of samples
+    H hidden units of the gate (height in `pooling`)   S chunks of samples   R ranks
     KP  K padded to a power of two   GP  G padded   SP  splits (or pixels) of a sample, padded
     BL, BC  pixels and channels of a tile   BN  samples, BW  columns, BK  terms of a block
     BR  Gram matrices, BS  chunks that a program loads at a time

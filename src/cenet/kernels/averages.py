@@ -81,6 +81,7 @@ def average(
     channels,
     entries,
     correction,
+    correction_ptr,  # (), or None
     norm_momentum,
     bd_momentum,
     ir_momentum,
@@ -88,11 +89,14 @@ def average(
     """Move the averages of the norm (job 0), of BD (1) or of IR (2)."""
     if mean_ptr is not None:
         if job == 0:
+            unbiased = correction
+            if correction_ptr is not None:
+                unbiased = tl.load(correction_ptr)
             finite = _all_finite(batch_mean_ptr, mean_ptr, channels, 1.0)
-            finite *= _all_finite(batch_var_ptr, var_ptr, channels, correction)
+            finite *= _all_finite(batch_var_ptr, var_ptr, channels, unbiased)
             weight = _weight(norm_count_ptr, finite, norm_momentum, False)
             _move(mean_ptr, batch_mean_ptr, channels, 1.0, weight, finite)
-            _move(var_ptr, batch_var_ptr, channels, correction, weight, finite)
+            _move(var_ptr, batch_var_ptr, channels, unbiased, weight, finite)
     if inv_sqrt_ptr is not None:
         if job == 1:
             finite = _all_finite(batch_inv_sqrt_ptr, inv_sqrt_ptr, entries, 1.0)
@@ -123,6 +127,7 @@ def _average_kernel(
     channels,
     entries,
     correction,
+    correction_ptr,  # (), or None
     norm_momentum,
     bd_momentum,
     ir_momentum,
@@ -133,12 +138,17 @@ def _average_kernel(
     average(
         tl.program_id(0), mean_ptr, var_ptr, norm_count_ptr, inv_sqrt_ptr, bd_count_ptr,
         inv_std_ptr, ir_count_ptr, batch_mean_ptr, batch_var_ptr, batch_inv_sqrt_ptr,
-        batch_inv_std, channels, entries, correction, norm_momentum, bd_momentum, ir_momentum,
+        batch_inv_std, channels, entries, correction, correction_ptr, norm_momentum, bd_momentum,
+        ir_momentum,
     )  # fmt: skip
 
 
 def average_(
-    call: NormCECall, values: Tensor, inv_sqrt: Tensor, inv_std: Tensor | None = None
+    call: NormCECall,
+    values: Tensor,
+    inv_sqrt: Tensor,
+    inv_std: Tensor | None = None,
+    correction: Tensor | None = None,
 ) -> None:
     """Move the averages of `call` in a launch of their own.
 
@@ -146,11 +156,13 @@ def average_(
         call: says which averages move, and with which momenta.
         values: as in `moments.Statistics`.
         inv_sqrt, inv_std: W and s^{-1/2} of this batch.
+        correction: the factor that makes the variance unbiased, if not that of the samples of x.
     """
     launch(
         _average_kernel, (JOBS,),
         *call.averages(), values[CENTER.value], values[VARIANCE.value], inv_sqrt, inv_std,
-        values.shape[1], *matrix_entries_and_correction(call), *call.momenta, num_warps=8,
+        values.shape[1], *matrix_entries_and_correction(call), correction, *call.momenta,
+        num_warps=8,
     )  # fmt: skip
 
 

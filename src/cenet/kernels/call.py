@@ -220,6 +220,16 @@ NORM_CE_BACKWARD = (
     f"norm_ce_backward(Tensor grad, Tensor? y, Tensor x, {_schema(PARAMETERS)}, Tensor state, "
     f"{_schema(CONSTANTS)}) -> (Tensor, Tensor, Tensor)"
 )
+_BETWEEN_RANKS = "int ranks, str group_name"
+SYNC_NORM_CE = (
+    f"sync_norm_ce({_schema(NormCECall._fields)}, {_BETWEEN_RANKS}) "
+    "-> (Tensor y, Tensor state, Tensor message, Tensor messages)"
+)
+SYNC_NORM_CE_BACKWARD = (
+    f"sync_norm_ce_backward(Tensor grad, Tensor? y, Tensor x, {_schema(PARAMETERS)}, Tensor state, "
+    f"{_schema(CONSTANTS)}, Tensor message, Tensor messages, str group_name) "
+    "-> (Tensor, Tensor, Tensor)"
+)
 FOLDED_CE = f"folded_ce({_schema(FoldedCECall._fields, _FOLDED_ARGUMENTS)}) -> Tensor"
 
 

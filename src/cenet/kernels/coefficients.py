@@ -52,7 +52,9 @@ ROOM = 272
 
 
 @triton.jit(
-    do_not_specialize=["N", "L", "groups", "windows", "chunks", "samples", "columns", "depths"]
+    do_not_specialize=[
+        *("N", "batch", "L", "groups", "windows", "chunks", "samples", "columns", "depths")
+    ]
 )
 def _coefficients_kernel(
     origin_ptr,  # (C,), or None: nothing was measured
@@ -61,6 +63,7 @@ def _coefficients_kernel(
     spread_ptr,  # (S, C), or None
     gram_ptr,  # (S, G, K, K), or None
     pooled_mean_ptr,  # (S, C), or None
+    shift_ptr,  # (C,), or None
     weight_ptr,  # (C,), or None
     bias_ptr,  # (C,), or None
     running_mean_ptr,  # (C,), or None
@@ -76,6 +79,7 @@ def _coefficients_kernel(
     s_ptr,  # (depths,), or None
     hidden_ptr,  # (depths, N, H)
     N,
+    batch,  # N, or 1: see `moments.Merged`
     C,
     L,
     H,
@@ -104,21 +108,23 @@ def _coefficients_kernel(
         BATCH_ANY: tl.constexpr = NORM == IS_BATCH or BD == IS_BATCH or IR == IS_BATCH
         _, channel, valid = group_channels(program, C, K, KP)
         apart, middle, rstd, gamma, beta = settle_norm(
-            channel, valid, origin_ptr, mean_ptr, square_ptr, spread_ptr, weight_ptr, bias_ptr,
-            running_mean_ptr, running_var_ptr, values_ptr, N, C, L, chunks, samples, norm_eps, KP,
-            BS, NORM, BATCH_ANY,
+            channel, valid, origin_ptr, shift_ptr, mean_ptr, square_ptr, spread_ptr, weight_ptr,
+            bias_ptr, running_mean_ptr, running_var_ptr, values_ptr, batch, C, L, chunks, samples,
+            norm_eps, KP, BS, NORM, BATCH_ANY,
         )  # fmt: skip
         pixels = L
         if pooled_mean_ptr is not None:
-            middle = mean_of_chunks(pooled_mean_ptr, channel, valid, N, C, chunks, samples, KP, BS)
+            middle = mean_of_chunks(
+                pooled_mean_ptr, channel, valid, batch, C, chunks, samples, KP, BS
+            )
             pixels = windows
         store_value(values_ptr, MEAN, channel, valid, C, (apart + middle) * rstd)
         if BD > 0:
             decorrelate(
                 program, mean_ptr if pooled_mean_ptr is None else pooled_mean_ptr, gram_ptr,
                 running_inv_sqrt_ptr, mix_logit_ptr, blend_ptr, values_ptr, matrices_ptr,
-                iterates_ptr, middle, rstd, gamma, beta, N, C, pixels, groups, chunks, samples, K,
-                KP, BR, BS, STEPS, BD,
+                iterates_ptr, middle, rstd, gamma, beta, batch, C, pixels, groups, chunks, samples,
+                K, KP, BR, BS, STEPS, BD,
             )  # fmt: skip
         else:
             store_value(values_ptr, OFFSET, channel, valid, C, tl.zeros((KP,), tl.float32))
@@ -128,7 +134,7 @@ def _coefficients_kernel(
             hidden_layer(
                 block // columns // depths, block // depths % columns, block % depths, mean_ptr,
                 square_ptr, spread_ptr, weight_ptr, running_var_ptr, var_ptr, w1_ptr, s_ptr,
-                hidden_ptr, N, C, L, H, span, chunks, samples, norm_eps, NORM, BS, GATE_BN,
+                hidden_ptr, N, batch, C, L, H, span, chunks, samples, norm_eps, NORM, BS, GATE_BN,
                 GATE_BW, GATE_BK,
             )  # fmt: skip
 
@@ -143,6 +149,7 @@ def coefficients(
     n, channels, height, width = call.x.shape
     group_size, mode, units = call.group_size, call.mode, call.units
     groups, device = ceil_div(channels, group_size), found.values.device
+    rows = ceil_div(max(n, 1), ROWS)  # without a sample, one program finds s of the other ranks
     columns = depths = span = 0
     hidden = None
     if units:
@@ -151,12 +158,14 @@ def coefficients(
         s = empty(device, depths) if mode.ir == BATCH else None
         hidden = Hidden(empty(device, depths, n, units), s)
     measured = (None,) * 6 if chunks is None else chunks[:6]
+    merged = None if chunks is None else chunks.merged
+    batch, pixels, windows = (1, 1, 1) if merged else (n, height * width, windows)
     launch(
-        _coefficients_kernel, (groups + ceil_div(n, ROWS) * columns * depths,),
-        *measured, call.weight, call.bias, call.running_mean, call.running_var, call.inv_sqrt,
-        call.mix_logit, call.blend, found.values, found.matrices, found.iterates,
-        found.instance_var if units else None, call.w1, hidden and hidden.s,
-        hidden and hidden.parts, n, channels, height * width, units, groups, windows,
+        _coefficients_kernel, (groups + rows * columns * depths,),
+        *measured, merged and merged.shift, call.weight, call.bias, call.running_mean,
+        call.running_var, call.inv_sqrt, call.mix_logit, call.blend, found.values, found.matrices,
+        found.iterates, found.instance_var if units else None, call.w1, hidden and hidden.s,
+        hidden and hidden.parts, n, batch, channels, pixels, units, groups, windows,
         0 if chunks is None else len(chunks.mean), 0 if chunks is None else chunks.samples,
         columns, depths, span, call.norm_eps, STEPS=call.steps,
         **group_constants(group_size, mode), **gate_constants(channels),
@@ -215,7 +224,9 @@ def _collect_kernel(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["N", "L", "groups", "windows", "chunks", "splits", "columns"])
+@triton.jit(
+    do_not_specialize=["N", "batch", "L", "groups", "windows", "chunks", "splits", "columns"]
+)
 def _branches_backward_kernel(
     P_sums_ptr,  # (S, G, K, K), or None
     sums_ptr,  # (4, S, C)
@@ -244,6 +255,7 @@ def _branches_backward_kernel(
     grad_norm_ptr,  # (N, H)
     grad_z_ptr,  # (N, H)
     N,
+    batch,  # N, or 1: see `moments.Merged`
     C,
     L,
     H,
@@ -272,7 +284,7 @@ def _branches_backward_kernel(
             decorrelate_backward(
                 program, P_sums_ptr, sums_ptr, values_ptr, matrices_ptr, iterates_ptr,
                 mix_logit_ptr, blend_ptr, Q_ptr, pooled_offset_ptr, affine_ptr, group_scalars_ptr,
-                N, C, L, groups, windows, chunks, K, KP, BR, BS, STEPS, BD,
+                batch, C, L, groups, windows, chunks, K, KP, BR, BS, STEPS, BD,
             )  # fmt: skip
     if standard_ptr is not None:
         if program >= first:
@@ -287,7 +299,9 @@ def _branches_backward_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["N", "L", "groups", "chunks", "rows", "blocks", "finishers", "columns"]
+    do_not_specialize=[
+        *("N", "batch", "L", "groups", "chunks", "rows", "blocks", "finishers", "columns")
+    ]
 )
 def _parameters_backward_kernel(
     sums_ptr,  # (4, S, C)
@@ -301,7 +315,7 @@ def _parameters_backward_kernel(
     blend_ptr,  # (), or None
     affine_ptr,  # (2, C)
     Q_ptr,  # (G, K, K), or None
-    e_ptr,  # (N, C)
+    e_ptr,  # (N, C), or None: ranks are merged first
     f_ptr,  # (N, C)
     grad_gamma_ptr,  # (C,)
     grad_beta_ptr,  # (C,)
@@ -319,6 +333,7 @@ def _parameters_backward_kernel(
     grad_mix_logit_ptr,  # (), or None
     grad_blend_ptr,  # (), or None
     N,
+    batch,  # N, or 1: see `moments.Merged`
     C,
     L,
     H,
@@ -346,8 +361,8 @@ def _parameters_backward_kernel(
         finish_group(
             program % groups, program // groups, sums_ptr, grad_u_ptr, through_var_ptr,
             gate_scalars_ptr, values_ptr, instances_ptr, inv_std_ptr, mix_logit_ptr, blend_ptr,
-            affine_ptr, Q_ptr, e_ptr, f_ptr, grad_gamma_ptr, grad_beta_ptr, scalars_ptr, N, C, L,
-            chunks, rows, blocks, K, KP, BN, BS, NORM, BD, IR, WEIGHED, POOLED,
+            affine_ptr, Q_ptr, e_ptr, f_ptr, grad_gamma_ptr, grad_beta_ptr, scalars_ptr, N, batch,
+            C, L, chunks, rows, blocks, K, KP, BN, BS, NORM, BD, IR, WEIGHED, POOLED,
         )  # fmt: skip
     if IR > 0:
         if program >= finishers:
@@ -411,14 +426,47 @@ def coefficients_backward(
     grads: dict[str, Tensor | None],
 ) -> StatisticsGradient:
     """Fill in the parameters' `grads`; return the part of dx that goes through the statistics."""
+    n, channels = call.x.shape[:2]
+    e, f = empty(found.values.device, 2, n, channels)
+    branches = _backward(call, sums, mapping, found, state, grads, (e, f), None)
+    return StatisticsGradient(branches.Q, e, f, branches.pooled_offset)
+
+
+def local_backward(
+    call: NormCECall,
+    sums: Sums,
+    mapping: Map,
+    found: Statistics,
+    state: GateState | None,
+    grads: dict[str, Tensor | None],
+    grad_u: Tensor,
+) -> BranchGradients:
+    """The same where ranks are merged, as far as one rank gets.
+
+    Fills in `grad_u`, (N, C) with a gate. The result has no division by the pixels behind the
+    statistics, as if there was one: they are merged means.
+    """
+    return _backward(call, sums, mapping, found, state, grads, None, grad_u)
+
+
+def _backward(
+    call: NormCECall,
+    sums: Sums,
+    mapping: Map,
+    found: Statistics,
+    state: GateState | None,
+    grads: dict[str, Tensor | None],
+    through: tuple[Tensor, Tensor] | None,
+    grad_u: Tensor | None,
+) -> BranchGradients:
     collected = collect_sums(call, sums, mapping, found, state)
-    branches = branches_backward(call, sums, collected, found, state)
-    through = parameters_backward(call, sums, collected, branches, mapping, found, state, grads)
+    branches = branches_backward(call, sums, collected, found, state, grad_u)
+    parameters_backward(call, sums, collected, branches, mapping, found, state, grads, through)
     grad_blend = grads["blend"]
     if state is None and grad_blend is not None:
         through_W, through_w = branches.scalars.sum(0)
         grad_blend.copy_(through_W - through_w)
-    return through
+    return branches
 
 
 def collect_sums(
@@ -450,9 +498,17 @@ def collect_sums(
 
 
 def branches_backward(
-    call: NormCECall, sums: Sums, collected: Collected, found: Statistics, state: GateState | None
+    call: NormCECall,
+    sums: Sums,
+    collected: Collected,
+    found: Statistics,
+    state: GateState | None,
+    grad_u: Tensor | None = None,
 ) -> BranchGradients:
-    """Second launch: decorrelation of each group ∥ the instance variances."""
+    """Second launch: decorrelation of each group ∥ the instance variances.
+
+    `grad_u` is given where ranks are merged: the gradient of u goes there.
+    """
     n, channels, height, width = call.x.shape
     group_size, pool, units, mode = call.group_size, call.pool, call.units, call.mode
     groups, device = ceil_div(channels, group_size), found.values.device
@@ -462,7 +518,7 @@ def branches_backward(
     gate = None
     if state is not None:
         gate = GateGradient(
-            empty(device, n, channels), empty(device, rows, channels),
+            empty(device, n, channels) if grad_u is None else grad_u, empty(device, rows, channels),
             empty(device, rows * columns, 3), *empty(device, 2, n, units),
         )  # fmt: skip
         given = (
@@ -471,7 +527,7 @@ def branches_backward(
         )  # fmt: skip
     branches = BranchGradients(
         empty(device, groups, group_size, group_size) if mode.bd == BATCH else None,
-        empty(device, channels) if mode.bd == BATCH and pool > 1 else None,
+        empty(device, channels) if mode.bd == BATCH and pool > 1 and grad_u is None else None,
         empty(device, 2, channels),
         empty(device, groups, 2),
         gate,
@@ -481,12 +537,13 @@ def branches_backward(
         return branches
     constants = group_constants(group_size, mode)
     del constants["NORM"], constants["IR"]
+    batch, pixels, windows = (n, height * width, windows) if grad_u is None else (1, 1, 1)
     wide = tile_of_units(max(units, 1))
     shared = {name: wide.pop(name) for name in ("num_warps", "num_stages", "WHOLE")}
     launch(
         _branches_backward_kernel, (programs,),
         collected.P, collected.sums, found.values, found.matrices, found.iterates, call.mix_logit,
-        call.blend, *branches[:4], *given, *(gate or (None,) * 5), n, channels, height * width,
+        call.blend, *branches[:4], *given, *(gate or (None,) * 5), n, batch, channels, pixels,
         units, groups, windows, collected.sums.shape[1], sums.splits, columns, STEPS=call.steps,
         DEPTHS=len(collected.grad_hidden),
         **{f"GATE_{name}": size for name, size in wide.items()}, **{**constants, **shared},
@@ -503,20 +560,24 @@ def parameters_backward(
     found: Statistics,
     state: GateState | None,
     grads: dict[str, Tensor | None],
-) -> StatisticsGradient:
-    """Third launch: norm of each group, e and f of dx ∥ the gate's weights, λ and α."""
+    through: tuple[Tensor, Tensor] | None,
+) -> None:
+    """Third launch: norm of each group, e and f of dx ∥ the gate's weights, λ and α.
+
+    `through` is where e and f go, None where ranks are merged.
+    """
     n, channels, height, width = call.x.shape
-    units, gate, device = call.units, branches.gate, found.values.device
+    units, gate = call.units, branches.gate
     groups = ceil_div(channels, call.group_size)
     rows, columns = ceil_div(n, ROWS), ceil_div(channels, WIDTH)
     samples = chunk_constants(call.group_size, sums.splits)["BN"]
-    finishers = groups * ceil_div(n, samples)
+    finishers = groups if through is None else groups * ceil_div(n, samples)
     weights = ceil_div(units, WIDTH) * (2 * columns + 1) + 1 if units else 0
     constants = group_constants(call.group_size, call.mode)
     del constants["BR"]
     if units and finishers + weights <= ROOM:
         constants["num_warps"] = 8
-    e, f = empty(device, 2, n, channels)
+    e, f = through or (None, None)
     launch(
         _parameters_backward_kernel, (finishers + weights,),
         collected.sums, *(gate[:3] if gate else (None,) * 3), found.values, found.instances,
@@ -524,12 +585,12 @@ def parameters_backward(
         grads["weight"], grads["bias"], branches.scalars, state and state.hidden,
         call.norm_weight, call.norm_bias, *(gate[3:] if gate else (None,) * 2),
         collected.grad_logit, grads["w1"], grads["norm_weight"], grads["norm_bias"], grads["w2"],
-        grads["mix_logit"], grads["blend"], n, channels, height * width, units, groups,
+        grads["mix_logit"], grads["blend"], n, 1 if through is None else n, channels,
+        height * width, units, groups,
         collected.sums.shape[1], rows, rows * columns, finishers, columns, BN=samples,
         WEIGHED=mapping.w is not None, POOLED=branches.pooled_offset is not None,
         GP=power_of_2(groups), GATE_BW=WIDTH, GATE_BK=power_of_2(min(n, DEPTH)), **constants,
     )  # fmt: skip
-    return StatisticsGradient(branches.Q, e, f, branches.pooled_offset)
 
 
 def gate_constants(channels: int) -> dict[str, int]:

@@ -76,6 +76,23 @@ def newton_backward(grad, iterates, inside, offsets, steps: tl.constexpr, K: tl.
 
 
 @triton.jit
+def covariance_of_chunks(
+    group, mean_ptr, gram_ptr, middle, N, C, L, G, chunks, samples,
+    K: tl.constexpr, KP: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    """Covariance of a group over the batch, whose mean is `middle`."""
+    _, channel, valid = group_channels(group, C, K, KP)
+    cov = sum_of_grams(gram_ptr, group, 0, chunks, C, G, K, KP, BR)
+    for start in range(0, chunks, BS):
+        chunk = start + tl.arange(0, BS)
+        mean, mask = load_rows(mean_ptr, chunk, channel, valid, chunks, C)
+        apart = tl.where(mask, mean - middle[None, :], 0.0)
+        weight = chunk_samples(chunk, N, samples)[:, None] * L
+        cov += dot(tl.trans(apart * weight), apart)
+    return cov / (tl.cast(N, tl.float32) * L)
+
+
+@triton.jit
 def decorrelate(
     group,
     mean_ptr,  # (S, C), of the pooled x if pooled
@@ -113,14 +130,9 @@ def decorrelate(
     offsets = i * K + j
     matrix = group.to(tl.int64) * K * K + offsets
     if BD == IS_BATCH:
-        cov = sum_of_grams(gram_ptr, group, 0, chunks, C, G, K, KP, BR)
-        for start in range(0, chunks, BS):
-            chunk = start + tl.arange(0, BS)
-            mean, mask = load_rows(mean_ptr, chunk, channel, valid, chunks, C)
-            apart = tl.where(mask, mean - middle[None, :], 0.0)
-            weight = chunk_samples(chunk, N, samples)[:, None] * L
-            cov += dot(tl.trans(apart * weight), apart)
-        cov = cov / (tl.cast(N, tl.float32) * L)
+        cov = covariance_of_chunks(
+            group, mean_ptr, gram_ptr, middle, N, C, L, G, chunks, samples, K, KP, BR, BS
+        )
         cov = tl.where(inside, cov * rstd[:, None] * rstd[None, :], 0.0)
         tl.store(matrices_ptr + size * COVARIANCE + matrix, cov, mask=whole)
         sigma = cov * gamma[:, None] * gamma[None, :]

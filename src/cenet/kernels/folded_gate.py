@@ -92,7 +92,7 @@ def folded_gate(call: FoldedCECall, parts: Parts) -> Tensor:
         gate_kernel, (blocks,),
         hidden, None, call.inv_std, call.norm_weight, call.norm_bias, call.w2, None, None,
         call.share, call.offset, None, None, None, None, w, *NO_AVERAGES, None, None,
-        n, channels, units, 0.0, GATE_NORM_EPS, blocks, 0, 1.0, 0.0, 0.0, 0.0,
+        n, n, channels, units, 0.0, GATE_NORM_EPS, blocks, 0, 1.0, None, 0.0, 0.0, 0.0,
         DEPTHS=depths, DP=power_of_2(depths), **tile_of_units(units),
     )  # fmt: skip
     return w

@@ -21,7 +21,7 @@ from cenet.functional import GATE_NORM_EPS
 from cenet.kernels.averages import JOBS, average, matrix_entries_and_correction
 from cenet.kernels.call import NormCECall
 from cenet.kernels.launch import launch
-from cenet.kernels.moments import Statistics, sum_of_rows
+from cenet.kernels.moments import Merged, Statistics, sum_of_rows
 from cenet.kernels.norm import inverse_spread, load_gamma, mean_of_chunks, sum_of_scalars
 from cenet.kernels.tiles import (
     BETA,
@@ -111,6 +111,7 @@ def hidden_layer(
     s_ptr,  # (depths,) parts of Σ σ̃², or None
     hidden_ptr,  # (depths, N, H)
     N,
+    batch,  # N, or 1: see `moments.Merged`
     C,
     L,
     H,
@@ -134,10 +135,10 @@ def hidden_layer(
         valid = c < C
         middle = tl.zeros((BK,), tl.float32)
         if NORM == IS_BATCH:
-            middle = mean_of_chunks(mean_ptr, c, valid, N, C, chunks, samples, BK, BS)
+            middle = mean_of_chunks(mean_ptr, c, valid, batch, C, chunks, samples, BK, BS)
         rstd, _ = inverse_spread(
             mean_ptr if NORM == IS_BATCH else None, square_ptr, running_var_ptr, middle, c, valid,
-            N, C, L, chunks, samples, norm_eps, NORM, BK, BS,
+            batch, C, L, chunks, samples, norm_eps, NORM, BK, BS,
         )  # fmt: skip
         scale = load_gamma(weight_ptr, c, valid) * rstd
         u = load_block(var_ptr, n, c, N, C) * (scale * scale)[None, :]
@@ -260,6 +261,7 @@ def gate_kernel(
     values_ptr,  # (10, C), or None
     matrices_ptr,  # (3, G, K, K), or None
     N,
+    batch,  # N, or 1: see `moments.Merged`
     C,
     H,
     eps,
@@ -267,6 +269,7 @@ def gate_kernel(
     blocks,
     entries,
     correction,
+    correction_ptr,  # (), or None
     norm_momentum,
     bd_momentum,
     ir_momentum,
@@ -280,7 +283,7 @@ def gate_kernel(
     """The gate by blocks of samples and channels; running averages in the programs after those."""
     if s_ptr is not None:
         depth = tl.arange(0, DP)
-        s = tl.sum(tl.load(s_ptr + depth, mask=depth < DEPTHS, other=0.0)) / N / C
+        s = tl.sum(tl.load(s_ptr + depth, mask=depth < DEPTHS, other=0.0)) / batch / C
         r = 1 / tl.sqrt(s + eps)
     else:
         r = tl.load(running_inv_std_ptr).to(tl.float32)
@@ -297,24 +300,34 @@ def gate_kernel(
             average(
                 program - blocks, mean_ptr, var_ptr, norm_count_ptr, inv_sqrt_ptr, bd_count_ptr,
                 running_ptr, ir_count_ptr, values_ptr, values_ptr + C * VARIANCE, matrices_ptr, r,
-                C, entries, correction, norm_momentum, bd_momentum, ir_momentum,
+                C, entries, correction, correction_ptr, norm_momentum, bd_momentum, ir_momentum,
             )  # fmt: skip
 
 
-def gate_forward(call: NormCECall, hidden: Hidden, state: GateState, found: Statistics) -> None:
+def gate_forward(
+    call: NormCECall,
+    hidden: Hidden,
+    state: GateState,
+    found: Statistics,
+    merged: Merged | None = None,
+) -> None:
     """Fill in `state`, from the hidden layer of `coefficients`, and move running averages."""
     depths, n, units = hidden.parts.shape
     channels = call.x.shape[1]
     blocks = ceil_div(n, ROWS) * ceil_div(channels, WIDTH)
     averages = call.averages()
     moving = any(average is not None for average in averages)
+    programs = blocks + (JOBS if moving else 0)
+    if not programs:
+        return
     launch(
-        gate_kernel, (blocks + (JOBS if moving else 0),),
+        gate_kernel, (programs,),
         hidden.parts, hidden.s, call.inv_std, call.norm_weight, call.norm_bias, call.w2,
         call.mix_logit, call.blend, None, None, state.hidden, state.spread, state.gate,
         state.inv_std, state.w, *averages, found.values if moving else None,
-        found.matrices if moving else None, n, channels, units, call.eps, GATE_NORM_EPS, blocks,
-        *matrix_entries_and_correction(call), *call.momenta, DEPTHS=depths, DP=power_of_2(depths),
+        found.matrices if moving else None, n, 1 if merged else n, channels, units, call.eps,
+        GATE_NORM_EPS, blocks, *matrix_entries_and_correction(call), merged and merged.correction,
+        *call.momenta, DEPTHS=depths, DP=power_of_2(depths),
         **tile_of_units(units),
     )  # fmt: skip
 
@@ -571,7 +584,8 @@ def shares_backward(
 def span_of(n: int, channels: int, units: int) -> int:
     """Channels per part of the hidden layer; there are as many parts as fill the device."""
     depth = tile(channels)["BK"]
-    parts = max(1, min(PARTS, FEW_PROGRAMS // (ceil_div(n, ROWS) * ceil_div(units, WIDTH))))
+    rows = ceil_div(max(n, 1), ROWS)
+    parts = max(1, min(PARTS, FEW_PROGRAMS // (rows * ceil_div(units, WIDTH))))
     return ceil_div(ceil_div(channels, parts), depth) * depth
 
 

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import itemgetter
 from threading import local
 from typing import Any, NamedTuple, Protocol
 
@@ -164,20 +165,21 @@ def empty_like(x: Tensor) -> Tensor:
     return torch.empty_like(x) if _collected is None else torch.zeros_like(x)
 
 
-class _Launch(NamedTuple):
-    """A recorded launch. Its pointers are None among the arguments and listed in `addresses`."""
+class _Pointer(NamedTuple):
+    """An address that a recorded pass uses."""
 
-    start: Callable[..., None]
-    arguments: list[Any]
-    addresses: list[tuple[int, int, int]]  # place among the arguments, region, offset in bytes
-    dtypes: list[torch.dtype]  # dtypes of the tensors there
+    region: int  # which tensor of the caller; behind the last, scratch memory
+    offset: int  # in bytes
+    dtype: torch.dtype
 
 
 class _Pass(NamedTuple):
-    """Launches of a recorded pass, and the bytes of scratch memory they share."""
+    """A recorded pass: its launches take their arguments from one list, pointers before numbers."""
 
-    launches: list[_Launch]
-    scratch: int
+    pointers: list[_Pointer]
+    numbers: list[Any]
+    launches: list[tuple[Callable[..., None], Callable[[list[Any]], Any]]]
+    scratch: int  # bytes of scratch memory
 
 
 _passes: dict[Hashable, _Pass] = {}
@@ -220,7 +222,7 @@ def replay(
     if recorder.complete:
         if len(_passes) >= MOST_PASSES:
             del _passes[next(iter(_passes))]
-        _passes[key] = _Pass(recorder.launches, recorder.scratch)
+        _passes[key] = recorder.recorded()
     return None
 
 
@@ -228,7 +230,9 @@ class _Recorder:
     """Records a pass. Keeps its scratch tensors alive, so that no address is used twice."""
 
     def __init__(self, tensors: Sequence[Tensor | None]) -> None:
-        self.launches: list[_Launch] = []
+        # a launch, and its arguments: pointers by their place, numbers in lists of one
+        self.launches: list[tuple[Callable[..., None], list[int | list[Any]]]] = []
+        self.pointers: dict[_Pointer, int] = {}
         self.scratch = 0
         self.complete = True
         self.kept: list[Tensor] = []
@@ -247,53 +251,64 @@ class _Recorder:
         self.scratch += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
 
     def launched(self, start: Callable[..., None], args: Sequence[Any], rest: list[Any]) -> None:
-        arguments = [*args, *rest]
-        addresses, dtypes = [], []
-        for place, argument in enumerate(args):
+        arguments: list[int | list[Any]] = []
+        for argument in (*args, *rest):
             if not isinstance(argument, Tensor):
+                arguments.append([argument])
                 continue
-            arguments[place] = None  # a record must not keep tensors alive
             if argument.numel() == 0:
-                arguments[place] = argument if INTERPRETED else 0
+                arguments.append([argument if INTERPRETED else 0])
                 continue
             address = argument.data_ptr()
             found = [
-                (region, offset + address - begin)
+                _Pointer(region, offset + address - begin, argument.dtype)
                 for region, offset, begin, end in self.spans
                 if begin <= address < end
             ]
             if len(found) != 1:  # a tensor that was given twice, or not at all
                 self.complete = False
                 return
-            addresses.append((place, *found[0]))
-            dtypes.append(argument.dtype)
-        self.launches.append(_Launch(start, arguments, addresses, dtypes))
+            arguments.append(self.pointers.setdefault(found[0], len(self.pointers)))
+        self.launches.append((start, arguments))
+
+    def recorded(self) -> _Pass:
+        numbers: list[Any] = []
+        launches: list[tuple[Callable[..., None], Callable[[list[Any]], Any]]] = []
+        for start, arguments in self.launches:
+            places = []
+            for argument in arguments:
+                if isinstance(argument, int):
+                    places.append(argument)
+                else:
+                    places.append(len(self.pointers) + len(numbers))
+                    numbers += argument
+            launches.append((start, itemgetter(*places)))
+        return _Pass([*self.pointers], numbers, launches, self.scratch)
 
 
 def _again(
     known: _Pass, tensors: Sequence[Tensor | None], addresses: list[int], device: torch.device
 ) -> None:
     scratch = torch.empty(known.scratch // 4, dtype=torch.float32, device=device)
+    values: list[Any]
     if INTERPRETED:
-        return _interpret_again(known, [*tensors, scratch])
-    begins = [*addresses, scratch.data_ptr()]
+        regions = [*tensors, scratch]
+        values = [_view(regions[region], offset, dtype) for region, offset, dtype in known.pointers]
+        values += known.numbers
+        for start, arguments in known.launches:
+            start(*arguments(values))
+        return
+    addresses.append(scratch.data_ptr())
+    values = [addresses[region] + offset for region, offset, _ in known.pointers]
+    values += known.numbers
     stream = driver.active.get_current_stream(device.index)
-    for start, arguments, places, _ in known.launches:
-        filled = arguments.copy()
-        for place, region, offset in places:
-            filled[place] = begins[region] + offset
-        start(*filled, stream=stream)
-    return None
+    for start, arguments in known.launches:
+        start(*arguments(values), stream=stream)
 
 
-def _interpret_again(known: _Pass, regions: list[Tensor | None]) -> None:
-    for start, arguments, places, dtypes in known.launches:
-        filled = arguments.copy()
-        for (place, region, offset), dtype in zip(places, dtypes, strict=True):
-            tensor = regions[region]
-            assert tensor is not None
-            begin = tensor.storage_offset() * tensor.element_size() + offset
-            storage = tensor.untyped_storage()
-            view = torch.empty(0, dtype=dtype)
-            filled[place] = view.set_(storage, begin // dtype.itemsize, (1,), (1,))
-        start(*filled)
+def _view(tensor: Tensor | None, offset: int, dtype: torch.dtype) -> Tensor:
+    """One element of a tensor's memory, so many bytes behind its first."""
+    assert tensor is not None
+    begin = tensor.storage_offset() * tensor.element_size() + offset
+    view = torch.empty(0, dtype=dtype)
+    return view.set_(tensor.untyped_storage(), begin // dtype.itemsize, (1,), (1,))

@@ -11,6 +11,7 @@ handed through autograd and saved in less time than eight.
 from collections.abc import Callable
 from functools import cache
 from math import prod
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ from cenet.kernels.coefficients import coefficients, coefficients_backward
 from cenet.kernels.folded_gate import SPLITS, folded_gate
 from cenet.kernels.gate import GateState, gate_forward
 from cenet.kernels.launch import empty, empty_like, replay
-from cenet.kernels.moments import Statistics, condense, measure
+from cenet.kernels.moments import Chunks, Statistics, condense, measure
 from cenet.kernels.tiles import ROWS_OF_VALUES, ceil_div, is_small_map
 
 ALIGNMENT = 4  # elements: 16 bytes, the widest load of a kernel
@@ -58,8 +59,8 @@ def forward(call: NormCECall) -> tuple[Tensor, Tensor]:
     x = dense(call.x)
     residual = None if call.residual is None else like(call.residual, x)
     y = empty_like(x)
-    state = empty(x.device, _known_size(*_dimensions(call)))
-    _run(
+    state = empty_state(call)
+    run_recorded(
         ("forward", *call.momenta), x, (x, residual, y, state, *call.small_tensors()), call,
         lambda: _forward(call, x, residual, y, state),
     )  # fmt: skip
@@ -70,27 +71,38 @@ def _forward(
     call: NormCECall, x: Tensor, residual: Tensor | None, y: Tensor, state: Tensor
 ) -> None:
     mode = call.mode
-    _, _, height, width = x.shape
     saved = unpack(state, call)
-    high, wide = ceil_div(height, call.pool), ceil_div(width, call.pool)
-    small_map = _is_small(call)
     chunks = None
     if BATCH in mode or mode.ir != ABSENT:
-        gram = mode.bd == BATCH
-        if small_map:
-            parts = small_maps.measure(x, call.group_size, gram=gram)
-        else:
-            parts = measure(x, call.group_size, gram=gram, pool=call.pool, weight=call.weight)
-        chunks = condense(
-            parts, saved.found.instances, height * width, high * wide,
-            ceil_div(high, parts.splits) * wide, call.group_size,
-        )  # fmt: skip
-    hidden = coefficients(call, saved.found, chunks, windows=high * wide)
+        chunks = measure_batch(call, x, saved)
+    settle(call, saved, chunks)
+    passes_over(call).forward(x, y, map_of(call, saved), residual)
+
+
+def measure_batch(call: NormCECall, x: Tensor, saved: Saved) -> Chunks:
+    """The first pass over x, and the launch behind it."""
+    _, _, height, width = x.shape
+    gram = call.mode.bd == BATCH
+    if passes_over(call) is small_maps:
+        parts = small_maps.measure(x, call.group_size, gram=gram)
+    else:
+        parts = measure(x, call.group_size, gram=gram, pool=call.pool, weight=call.weight)
+    high, wide = ceil_div(height, call.pool), ceil_div(width, call.pool)
+    return condense(
+        parts, saved.found.instances, height * width, high * wide,
+        ceil_div(high, parts.splits) * wide, call.group_size,
+    )  # fmt: skip
+
+
+def settle(call: NormCECall, saved: Saved, chunks: Chunks | None) -> None:
+    """The launches between the passes: fill in `saved`, move running averages."""
+    merged = None if chunks is None else chunks.merged
+    hidden = coefficients(call, saved.found, chunks, windows=windows_of(call))
     if hidden is not None and saved.gate is not None:
-        gate_forward(call, hidden, saved.gate, saved.found)
+        gate_forward(call, hidden, saved.gate, saved.found, merged)
     elif any(average is not None for average in call.averages()):
-        average_(call, saved.found.values, saved.found.W)
-    (small_maps if small_map else mix).forward(x, y, _map(call, saved), residual)
+        correction = None if merged is None else merged.correction
+        average_(call, saved.found.values, saved.found.W, correction=correction)
 
 
 def backward(call: NormCECall, grad: Tensor, y: Tensor | None, state: Tensor) -> Gradients:
@@ -100,7 +112,7 @@ def backward(call: NormCECall, grad: Tensor, y: Tensor | None, state: Tensor) ->
     dx = empty_like(x)
     masked = None if y is None else empty_like(x)
     small = empty(x.device, sum(gradient_sizes(x.shape[1], call.parameters())))
-    _run(
+    run_recorded(
         "backward", x, (x, grad, y, state, dx, masked, small, *call.parameters()), call,
         lambda: _backward(call, x, grad, y, state, dx, masked, small),
     )  # fmt: skip
@@ -118,17 +130,29 @@ def _backward(
     small: Tensor,
 ) -> None:
     saved = unpack(state, call)
-    mapping = _map(call, saved)
-    small_map = _is_small(call)
-    sums = (small_maps if small_map else mix).reduce(x, grad, mapping, y, masked)
+    mapping = map_of(call, saved)
+    sums = passes_over(call).reduce(x, grad, mapping, y, masked)
     grads = parameter_gradients(call, small)
     through = coefficients_backward(call, sums, mapping, saved.found, saved.gate, grads)
     g = grad if masked is None else masked
-    if small_map:
-        small_maps.backward(x, g, dx, mapping, through, masked=masked is not None)
+    apply_gradient(call, x, g, dx, mapping, through, masked=masked is not None)
+
+
+def apply_gradient(
+    call: NormCECall,
+    x: Tensor,
+    grad: Tensor,
+    dx: Tensor,
+    mapping: mix.Map,
+    through: mix.StatisticsGradient,
+    *,
+    masked: bool,
+) -> None:
+    """The second pass of the backward pass, which writes dx; arguments as of `mix.backward`."""
+    if passes_over(call) is small_maps:
+        small_maps.backward(x, grad, dx, mapping, through, masked=masked)
     else:
-        pool = call.pool
-        mix.backward(x, g, dx, mapping, through, pool=pool, masked=masked is not None)
+        mix.backward(x, grad, dx, mapping, through, pool=call.pool, masked=masked)
 
 
 def parameter_gradients(call: NormCECall, small: Tensor) -> dict[str, Tensor | None]:
@@ -166,6 +190,11 @@ def folded(call: FoldedCECall) -> Tensor:
 def state_size(call: NormCECall) -> int:
     """Elements of `state`, of float32. Sizes may be symbolic."""
     return sum(_room(part) for part in _parts(*_dimensions(call)))
+
+
+def empty_state(call: NormCECall) -> Tensor:
+    """Room for `state`."""
+    return empty(call.x.device, _known_size(*_dimensions(call)))
 
 
 @cache
@@ -220,24 +249,33 @@ def like(tensor: Tensor, x: Tensor) -> Tensor:
     return tensor.to(x.dtype).contiguous(memory_format=layout)
 
 
-def _run(
+def run_recorded(
     kind: Any,
     x: Tensor,
     tensors: tuple[Tensor | None, ...],
     call: NormCECall,
     run: Callable[[], None],
 ) -> None:
+    """`launch.replay` of one kind of pass; `tensors` are all that it touches."""
     if call.blend is not None and call.w1 is None:
         return run()  # 1 − α comes from PyTorch here, not from a kernel that could be replayed
     key = (kind, x.shape, is_channels_last(x), call.units, *call.hashable_constants())
     return replay(key, tensors, x.device, run)
 
 
-def _is_small(call: NormCECall) -> bool:
-    return call.pool == 1 and is_small_map(call.x)
+def passes_over(call: NormCECall) -> ModuleType:
+    """The file with the passes for maps of this size."""
+    return small_maps if call.pool == 1 and is_small_map(call.x) else mix
 
 
-def _map(call: NormCECall, saved: Saved) -> mix.Map:
+def windows_of(call: NormCECall) -> int:
+    """Pixels that pooling leaves of a sample."""
+    _, _, height, width = call.x.shape
+    return ceil_div(height, call.pool) * ceil_div(width, call.pool)
+
+
+def map_of(call: NormCECall, saved: Saved) -> mix.Map:
+    """The map that the passes apply."""
     w = None if saved.gate is None else saved.gate.w
     if w is None and call.blend is not None:
         w = (1 - call.blend.float()).expand(call.x.shape[:2]).contiguous()

@@ -97,6 +97,18 @@ class Chunks(NamedTuple):
     gram: Tensor | None  # (S, G, K, K), sum of products around the mean, of the pooled x if pooled
     pooled_mean: Tensor | None  # (S, C), of the pooled x
     samples: int  # per chunk; the last may have fewer
+    merged: "Merged | None" = None
+
+
+class Merged(NamedTuple):
+    """Says of a single chunk that it holds means over all ranks instead of sums over this one.
+
+    A kernel takes it for one sample of one pixel, `batch` = L = 1. It is the same on all ranks bit
+    for bit; the numbers here are those in which they differ from it.
+    """
+
+    shift: Tensor  # (C,), origin of this rank's instance means, less that of the chunk
+    correction: Tensor  # (), makes the variance unbiased; NaN of less than two values
 
 
 @triton.jit

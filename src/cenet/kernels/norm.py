@@ -109,7 +109,7 @@ def load_gamma(weight_ptr, channel, valid):
 
 @triton.jit
 def settle_norm(
-    channel, valid, origin_ptr, mean_ptr, square_ptr, spread_ptr, weight_ptr, bias_ptr,
+    channel, valid, origin_ptr, shift_ptr, mean_ptr, square_ptr, spread_ptr, weight_ptr, bias_ptr,
     running_mean_ptr, running_var_ptr, values_ptr, N, C, L, chunks, samples, norm_eps,
     KP: tl.constexpr, BS: tl.constexpr, NORM: tl.constexpr, BATCH_ANY: tl.constexpr,
 ):  # fmt: skip
@@ -147,7 +147,10 @@ def settle_norm(
     store_value(values_ptr, BETA, channel, valid, C, beta)
     store_value(values_ptr, VARIANCE, channel, valid, C, var)
     store_value(values_ptr, SCALE, channel, valid, C, gamma * rstd)
-    store_value(values_ptr, ORIGIN, channel, valid, C, origin - center)
+    apart = origin - center
+    if shift_ptr is not None:
+        apart += tl.load(shift_ptr + channel, mask=valid, other=0.0)
+    store_value(values_ptr, ORIGIN, channel, valid, C, apart)
     store_value(values_ptr, SPREAD, channel, valid, C, spread)
     return origin - center, middle, rstd, gamma, beta
 
@@ -205,7 +208,16 @@ def sum_of_scalars(scalars_ptr, which, blocks):
 
 
 @triton.jit
-def _variance_gradient(
+def gradient_of_s(r, gate_scalars_ptr, mix_logit_ptr, blend_ptr, blocks):
+    """Gradient of s, the mean of σ̃² over samples and channels, where r = s^{-1/2}."""
+    share = load_blend(blend_ptr) * (1 - load_lambda(mix_logit_ptr, 0.0))
+    grad_r = share * sum_of_scalars(gate_scalars_ptr, 0, blocks)
+    grad_r += 2 * r * sum_of_scalars(gate_scalars_ptr, 1, blocks)
+    return -0.5 * r * r * r * grad_r
+
+
+@triton.jit
+def variance_gradient(
     grad_u_ptr, n, channel, valid, gamma, r2, through_s, N, C, L,
     KP: tl.constexpr, BN: tl.constexpr, IR: tl.constexpr,
 ):  # fmt: skip
@@ -216,6 +228,13 @@ def _variance_gradient(
     else:
         grad_u, _ = load_rows(grad_u_ptr, n, channel, valid, N, C)
         return 2 / L * (gamma * gamma)[None, :] * (grad_u * r2 + through_s), mask
+
+
+@triton.jit
+def instance_means(values_ptr, instances_ptr, n, channel, valid, N, C):
+    """Means of samples as distances from the center."""
+    apart = load_value(values_ptr, ORIGIN, channel, valid, C)[None, :]
+    return apart + load_rows(instances_ptr, n, channel, valid, N, C)[0]
 
 
 @triton.jit
@@ -233,12 +252,13 @@ def finish_group(
     blend_ptr,  # (), or None
     affine_ptr,  # (2, C)
     Q_ptr,  # (G, K, K), or None
-    e_ptr,  # (N, C)
+    e_ptr,  # (N, C), or None: ranks are merged first
     f_ptr,  # (N, C)
     grad_gamma_ptr,  # (C,)
     grad_beta_ptr,  # (C,)
     scalars_ptr,  # (G, 2): Σ gw is the second
     N,
+    batch,
     C,
     L,
     chunks,
@@ -259,7 +279,6 @@ def finish_group(
     gamma = load_value(values_ptr, GAMMA, channel, valid, C)
     beta = load_value(values_ptr, BETA, channel, valid, C)
     rstd = load_value(values_ptr, RSTD, channel, valid, C)
-    pixels = tl.cast(N, tl.float32) * L
 
     # u = σ̃² r² and s = mean of σ̃², where σ̃² = γ² v̂. So the gradient of σ̃² is gu r² plus one number
     # that all samples and channels share
@@ -269,10 +288,8 @@ def finish_group(
         r = tl.load(inv_std_ptr)
         r2 = r * r
         if IR == IS_BATCH:
-            share = load_blend(blend_ptr) * (1 - load_lambda(mix_logit_ptr, 0.0))
-            grad_r = share * sum_of_scalars(gate_scalars_ptr, 0, blocks)
-            grad_r += 2 * r * sum_of_scalars(gate_scalars_ptr, 1, blocks)
-            through_s = -0.5 * r2 * r * grad_r / N / C
+            through_s = gradient_of_s(r, gate_scalars_ptr, mix_logit_ptr, blend_ptr, blocks)
+            through_s = through_s / batch / C
 
     one = tl.cast(chunks, tl.int64) * C
     grad_gamma = tl.zeros((KP,), tl.float32)
@@ -285,37 +302,37 @@ def finish_group(
         through_var += through_s * load_value(values_ptr, SPREAD, channel, valid, C)
         grad_gamma += 2 * gamma * rstd * rstd * through_var
 
-    centering = tl.zeros((KP,), tl.float32)
     if BD > 0:
         grad_gamma += tl.load(affine_ptr + channel, mask=valid, other=0.0)
         grad_beta += tl.load(affine_ptr + C + channel, mask=valid, other=0.0)
-    if BD == IS_BATCH:
-        i, j = place[:, None], place[None, :]
-        whole = (i < K) & (j < K)
-        matrix = group.to(tl.int64) * K * K + i * K + j
-        Q = tl.load(Q_ptr + matrix, mask=whole, other=0.0)
-        if not POOLED:
-            # Q acts on x̂ − mean; the mean is 0 unless the norm uses running statistics
-            mean = load_value(values_ptr, MEAN, channel, valid, C)
-            centering = tl.sum(Q * mean[:, None], 0)
-
-    mean_grad = tl.zeros((KP,), tl.float32)
-    slope_grad = tl.zeros((KP,), tl.float32)
-    if NORM == IS_BATCH:
-        mean_grad = gamma * grad_beta / pixels
-        slope_grad = gamma * grad_gamma / pixels
-    n = chunk * BN + tl.arange(0, BN)
-    e, mask = _variance_gradient(
-        grad_u_ptr, n, channel, valid, gamma, r2, through_s, N, C, L, KP, BN, IR
-    )
-    f = -(mean_grad + centering)[None, :]
-    if IR > 0:
-        apart = load_value(values_ptr, ORIGIN, channel, valid, C)[None, :]
-        apart += load_rows(instances_ptr, n, channel, valid, N, C)[0]
-        f -= e * rstd[None, :] * apart
-    rows_offset = n[:, None].to(tl.int64) * C + channel[None, :]
-    tl.store(e_ptr + rows_offset, e - slope_grad[None, :], mask=mask)
-    tl.store(f_ptr + rows_offset, f + tl.zeros_like(e), mask=mask)
+    if e_ptr is not None:
+        centering = tl.zeros((KP,), tl.float32)
+        if BD == IS_BATCH:
+            i, j = place[:, None], place[None, :]
+            whole = (i < K) & (j < K)
+            matrix = group.to(tl.int64) * K * K + i * K + j
+            Q = tl.load(Q_ptr + matrix, mask=whole, other=0.0)
+            if not POOLED:
+                # Q acts on x̂ − mean; the mean is 0 unless the norm uses running statistics
+                mean = load_value(values_ptr, MEAN, channel, valid, C)
+                centering = tl.sum(Q * mean[:, None], 0)
+        mean_grad = tl.zeros((KP,), tl.float32)
+        slope_grad = tl.zeros((KP,), tl.float32)
+        if NORM == IS_BATCH:
+            pixels = tl.cast(N, tl.float32) * L
+            mean_grad = gamma * grad_beta / pixels
+            slope_grad = gamma * grad_gamma / pixels
+        n = chunk * BN + tl.arange(0, BN)
+        e, mask = variance_gradient(
+            grad_u_ptr, n, channel, valid, gamma, r2, through_s, N, C, L, KP, BN, IR
+        )
+        f = -(mean_grad + centering)[None, :]
+        if IR > 0:
+            apart = instance_means(values_ptr, instances_ptr, n, channel, valid, N, C)
+            f -= e * rstd[None, :] * apart
+        rows_offset = n[:, None].to(tl.int64) * C + channel[None, :]
+        tl.store(e_ptr + rows_offset, e - slope_grad[None, :], mask=mask)
+        tl.store(f_ptr + rows_offset, f + tl.zeros_like(e), mask=mask)
     if chunk == 0:
         grad_w = gamma * sum_of_rows(sums_ptr + one * GRAD_D, channel, valid, chunks, C, KP, BS)
         grad_w += beta * sum_of_rows(sums_ptr, channel, valid, chunks, C, KP, BS)

@@ -1,8 +1,9 @@
 """Compiling the kernels of a network in parallel, before its first step.
 
 Steps are rehearsed on a copy of the network: what they would launch is collected, and nothing is
-launched. Threads then compile all of it at once. Triton's compiler holds Python's lock for a tenth
-of its time, so up to ten of them really run at the same time.
+launched. Kernels are then loaded from Triton's cache one by one, which is Python code that threads
+would only slow down. From the first one that is not in the cache on, threads compile all of the
+rest at once: Triton's compiler holds Python's lock for a tenth of its time.
 """
 
 import os
@@ -45,12 +46,16 @@ def prepare(network: nn.Module, *steps: Step, shown: bool = True) -> None:
             evaluation will do: same shapes, dtypes, layout and mode. CE layers return zeros then.
         shown: whether to say so, when something has to be compiled.
 
+    Example:
+        ```python
         def step(copy):
             with torch.autocast("cuda", torch.bfloat16):
                 loss = criterion(copy.train()(images), labels)
             loss.backward()
 
+
         prepare(network, step)
+        ```
     """
     found = rehearse(network, *steps)
     if not INTERPRETED:
@@ -99,8 +104,13 @@ def _compile(wanted: dict[Key, Wanted], shown: bool) -> None:
     words += f"{knobs.cache.dir} (TRITON_CACHE_DIR)"
     with _counted(words if shown else "") as counted:
         pool = ThreadPoolExecutor(threads, initializer=torch.cuda.set_device, initargs=(device,))
+        rest = iter(wanted.items())
         try:
-            wait([pool.submit(_load, key, one) for key, one in wanted.items()])
+            for key, one in rest:
+                wait([pool.submit(_load, key, one)])  # so that an error is left to the step, too
+                if counted:
+                    break
+            wait([pool.submit(_load, key, one) for key, one in rest])
         finally:
             pool.shutdown(cancel_futures=True)
     if counted and shown:

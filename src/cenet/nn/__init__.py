@@ -1,6 +1,6 @@
 """Layers: CE and its branches, and the wrapper that puts them behind a norm."""
 
-from cenet.nn.base import EquilibriumLayer, ce_layers
+from cenet.nn.base import EquilibriumLayer, ce_layers, param_groups
 from cenet.nn.equilibrium import (
     BatchDecorrelation2d,
     ChannelEquilibrium2d,
@@ -17,5 +17,6 @@ __all__ = [
     "NormCE2d",
     "ce_layers",
     "convert_sync_ce",
+    "param_groups",
     "revert_sync_ce",
 ]

@@ -10,8 +10,12 @@ from torch.fx import Proxy
 
 import cenet.nn.fused as fused
 from cenet import functional as F
+from cenet.messages import Layout
 from cenet.nn.ranks import Ranks, SyncGroup, gather
-from cenet.nn.statistics import Layout, Statistics, merge, message, of_rank
+from cenet.nn.statistics import Statistics, merge, message, of_rank
+
+# names of λ and α, which the paper does not decay
+UNDECAYED = ("mix_logit", "blend")
 
 
 def check(condition: bool, message: str) -> None:
@@ -28,7 +32,7 @@ def is_integer(value: object) -> bool:
 def is_number(value: Any, low: float, high: float) -> bool:
     """Whether `value` is a number in (low, high]."""
     number = isinstance(value, Real) and not isinstance(value, bool)
-    return number and low < float(value) <= high
+    return number and bool(low < value <= high)
 
 
 def check_counts(**counts: int) -> None:
@@ -64,6 +68,14 @@ def check_images(x: Tensor, channels: int) -> None:
         )
 
 
+def refuse_script(module: nn.Module) -> None:
+    """Raise RuntimeError: torch.jit.script asks a module for a form that it can compile."""
+    raise RuntimeError(
+        f"torch.jit.script cannot compile {type(module).__name__}; use torch.export, or "
+        "torch.jit.trace(model.eval(), images), which then takes batches of any size"
+    )
+
+
 class EquilibriumLayer(nn.Module):
     """Base class of the three CE layers: measure x, compute coefficients from it, mix.
 
@@ -76,6 +88,7 @@ class EquilibriumLayer(nn.Module):
 
     # version of the layout of state dicts
     _version = 2
+    __prepare_scriptable__ = refuse_script
 
     blend: nn.Parameter | None
 
@@ -99,9 +112,9 @@ class EquilibriumLayer(nn.Module):
     def equilibrate(self, x: Tensor, act: nn.Module | None, residual: Tensor | None) -> Tensor:
         """act(CE(x) + residual) for a checked x, in one operator where the kernels can."""
         batch = self.uses_batch(x)
-        branches = self.branches()
-        if fused.can_fuse(x, None, branches, synchronized=self.ranks() is not None):
-            return fused.run(x, None, branches, act, residual, batch=batch)
+        branches, ranks = self.branches(), self.ranks()
+        if fused.can_fuse(x, None, branches, synchronized=ranks is not None):
+            return fused.run(x, None, branches, act, residual, batch=batch, ranks=ranks)
         # cast once: the two gradients of x are then added before they are rounded
         values = x.to(F.statistics_dtype(x))
         scale = values.new_ones(self.num_features)
@@ -112,7 +125,8 @@ class EquilibriumLayer(nn.Module):
         moments = self.measure(values, batch=batch and x.numel() > 0, offset=offset)
         statistics = self.summarize(values, moments, center, norm=False) if batch else None
         coefficients = self.coefficients(moments, scale, shift, statistics)
-        return finish(F.mix(values, *coefficients).to(x.dtype), act, residual)
+        y = F.in_layout_of(x, F.mix(values, *coefficients).to(x.dtype))
+        return finish(y, act, residual)
 
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments that build this layer again, but for device and dtype."""
@@ -264,6 +278,58 @@ def ce_layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Equili
         return
     for name, child in module.named_children():
         yield from ce_layers(child, f"{prefix}.{name}" if prefix else name)
+
+
+def param_groups(
+    model: nn.Module, weight_decay: float, *, decay_norms: bool = True
+) -> list[dict[str, Any]]:
+    """Parameters for an optimizer: λ and α of CE without weight decay, all others with it.
+
+    The paper does not decay λ: decay would pull the mix of both branches back to one half, and the
+    α of an identity start back to zero.
+
+    Args:
+        model: a network, with CE or without; parameters that require no gradient are left out.
+        weight_decay: weight decay of the other parameters.
+        decay_norms: False leaves norms and biases (parameters of one dimension) without decay, too.
+
+    Returns:
+        One or two groups with `params` and `weight_decay`, for any optimizer of torch or timm.
+
+    Raises:
+        ValueError: no parameter requires a gradient, or `weight_decay` is not a number from 0 on.
+
+    Examples:
+        >>> import cenet
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), cenet.ChannelEquilibrium2d(8))
+        >>> optimizer = torch.optim.SGD(cenet.param_groups(model, 1e-4), lr=0.1)
+        >>> [(len(group["params"]), group["weight_decay"]) for group in optimizer.param_groups]
+        [(6, 0.0001), (1, 0.0)]
+    """
+    if not 0 <= weight_decay < float("inf"):
+        raise ValueError(f"weight_decay={weight_decay!r} must be at least 0, and finite")
+    own = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, EquilibriumLayer)
+        for name, parameter in module.named_parameters(recurse=False)
+        if name in UNDECAYED
+    }
+    decayed: list[nn.Parameter] = []
+    spared: list[nn.Parameter] = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            spare = id(parameter) in own or (not decay_norms and parameter.dim() <= 1)
+            (spared if spare else decayed).append(parameter)
+    if not decayed and not spared:
+        raise ValueError(
+            f"no parameter of {type(model).__name__} requires a gradient: there is nothing to train"
+        )
+    groups = (
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": spared, "weight_decay": 0.0},
+    )
+    return [group for group in groups if group["params"]]
 
 
 def is_proxy(x: Any) -> bool:

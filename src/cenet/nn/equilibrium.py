@@ -42,7 +42,8 @@ class ChannelEquilibrium2d(EquilibriumLayer):
         rd_ratio: hidden width of the instance gate over C, in (0, 1].
         pool: side of the max-pool window before the covariance, 1 for none (the paper pools 2×2 in
             the stem).
-        device, dtype: device and dtype of parameters and buffers.
+        device: device of parameters and buffers.
+        dtype: dtype of parameters and buffers.
 
     Shape: (N, C, H, W) -> (N, C, H, W). Training needs H·W > 1; an empty batch passes through.
 
@@ -167,7 +168,8 @@ class BatchDecorrelation2d(EquilibriumLayer):
         newton_steps: T of Eq. Newtoniter, 1 to 9. It defines the operator: 3 is far from converged,
             by design.
         pool: side of the max-pool window before the covariance, 1 for none.
-        device, dtype: device and dtype of the buffers.
+        device: device of the buffers.
+        dtype: dtype of the buffers.
 
     Shape: (N, C, H, W) -> (N, C, H, W).
 
@@ -294,7 +296,8 @@ class InstanceReweighting2d(EquilibriumLayer):
         momentum: weight of the newest batch in the running average of s^{-1/2}; None weighs all
             batches alike.
         rd_ratio: hidden width of the gate over C, in (0, 1]; at least 8 units are kept.
-        device, dtype: device and dtype of parameters and buffers.
+        device: device of parameters and buffers.
+        dtype: dtype of parameters and buffers.
 
     Shape: (N, C, H, W) -> (N, C, H, W). H·W = 1 has no variance and is refused in training.
 
@@ -379,10 +382,17 @@ class InstanceReweighting2d(EquilibriumLayer):
 
     def gain(self, moments: F.Moments | None, scale: Tensor, inv_std: Tensor) -> Tensor:
         """a_n, (N, C): the gate of each image times s^{-1/2}."""
-        var = self.instance_var(moments)
-        if self.released:
-            return F.instance_gate(var * scale.square(), self.gate) * inv_std
-        return F.instance_gain(var, scale, inv_std, self.gate)
+        variance = self.instance_var(moments) * scale.square()
+        if not self.released:
+            variance = variance * inv_std.square()
+        return self.gated(variance) * inv_std
+
+    def gated(self, variance: Tensor) -> Tensor:
+        """`functional.instance_gate` by this layer's own modules, (N, C) -> (N, C).
+
+        They are called, so that their hooks run, and quantized ones may take their place.
+        """
+        return _gate(variance, self.fc1, self.norm, self.fc2)
 
     @override
     def coefficients(
@@ -460,3 +470,20 @@ class InstanceReweighting2d(EquilibriumLayer):
             + (", released" if self.released else "")
             + self.mode_repr()
         )
+
+
+@F.full_precision
+def _gate(variance: Tensor, fc1: nn.Module, norm: nn.Module, fc2: nn.Module) -> Tensor:
+    hidden = _in_dtype(norm, _in_dtype(fc1, F.gate_input(variance)))
+    return _in_dtype(fc2, hidden.relu()).sigmoid()
+
+
+def _in_dtype(module: nn.Module, x: Tensor) -> Tensor:
+    """module(x), computed in the dtype of x whatever that of the weights is."""
+    weights = dict(module.named_parameters())
+    if all(weight.dtype == x.dtype for weight in weights.values()):
+        y: Tensor = module(x)
+    else:
+        cast = {name: weight.to(x.dtype) for name, weight in weights.items()}
+        y = torch.func.functional_call(module, cast, (x,))
+    return y

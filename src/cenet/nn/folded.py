@@ -9,7 +9,7 @@ import cenet.nn.fused as fused
 from cenet import functional as F
 from cenet import ops
 from cenet.kernels.call import FoldedCECall
-from cenet.nn.base import EquilibriumLayer, call_as_leaf, finish, is_proxy
+from cenet.nn.base import EquilibriumLayer, call_as_leaf, finish, is_proxy, refuse_script
 from cenet.nn.equilibrium import (
     BatchDecorrelation2d,
     ChannelEquilibrium2d,
@@ -29,6 +29,7 @@ class FoldedCE2d(nn.Module):
     # `ce_layers` does not look inside
     is_deploy_form = True
     takes_residual = True
+    __prepare_scriptable__ = refuse_script
 
     values: Tensor
     matrix: Tensor | None
@@ -137,7 +138,7 @@ def _fused(
         act=name,
         slope=slope,
     )
-    return finish(ops.folded_ce(*call), after, None)
+    return finish(ops.run_folded_ce(call), after, None)
 
 
 def fixed_matrix(ce: EquilibriumLayer) -> Tensor | None:

@@ -1,12 +1,13 @@
 """From a layer's modules to one call of the operator that runs norm, CE and activation."""
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from torch import Tensor, nn
 
 from cenet import ops
 from cenet.kernels.call import ABSENT, BATCH, RUNNING, NormCECall
 from cenet.nn.norms import is_hooked, is_recomputation, uses_batch_statistics
+from cenet.nn.ranks import Ranks
 
 
 class Decorrelation(Protocol):
@@ -70,9 +71,7 @@ def can_fuse(x: Tensor, norm: Any, branches: Branches, *, synchronized: bool) ->
     tensors = [*_affine(norm), branches.mix_logit, branches.blend, *(branches.gate or ())]
     group_size = 1 if bd is None else bd.group_size
     unless = None if ir is None else no_kernel_for(ir)
-    if synchronized:
-        unless = "they do not merge statistics of several ranks"
-    return ops.use_kernels(x, tensors, group_size, unless)
+    return ops.use_kernels(x, tensors, group_size, unless, synchronized=synchronized)
 
 
 def run(
@@ -83,6 +82,7 @@ def run(
     residual: Tensor | None,
     *,
     batch: bool,
+    ranks: Ranks | None,
 ) -> Tensor:
     """act(CE(norm(x)) + residual) by the kernels; running statistics move as in the plain layers.
 
@@ -92,10 +92,11 @@ def run(
         branches: the parts of the CE layer.
         act, residual: the activation, and the tensor that is added before it.
         batch: CE uses the statistics of this batch, not the running ones.
+        ranks: the ranks whose batches are measured as one, None if the layer works alone.
     """
     if residual is not None and residual.dtype != x.dtype:
         # the sum has the wider of the two dtypes; the kernels would return that of x
-        y = run(x, norm, branches, None, None, batch=batch) + residual
+        y = run(x, norm, branches, None, None, batch=batch, ranks=ranks) + residual
         return y if act is None else act(y)
     bd, ir = branches.bd, branches.ir
     norm_batch = norm is not None and uses_batch_statistics(norm)
@@ -144,9 +145,8 @@ def run(
         act=name,
         slope=slope,
     )
-    y, _ = ops.norm_ce(*call)
-    result: Tensor = y if after is None else after(y)
-    return result
+    y = ops.run_norm_ce(call, ranks or ())
+    return y if after is None else cast(Tensor, after(y))
 
 
 def _tracks(norm: Any) -> bool:

@@ -1,13 +1,14 @@
 """`NormCE2d`: norm → CE → activation in the place of a norm."""
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 import cenet.nn.fused as fused
 from cenet import functional as F
-from cenet.nn.base import EquilibriumLayer, call_as_leaf, finish, is_proxy
+from cenet.internals import is_exporting
+from cenet.nn.base import EquilibriumLayer, call_as_leaf, finish, is_proxy, refuse_script
 from cenet.nn.norms import (
     affine,
     inner_activation,
@@ -19,6 +20,9 @@ from cenet.nn.norms import (
     uses_batch_statistics,
     weight_sign,
 )
+
+# values of a batch norm, by which others merge it into a convolution
+NORM_VALUES = frozenset({"running_mean", "running_var", "weight", "bias", "eps"})
 
 
 class NormCE2d(nn.Module):
@@ -47,6 +51,7 @@ class NormCE2d(nn.Module):
 
     # a residual block may end in it: forward(x, residual, act)
     takes_residual = True
+    __prepare_scriptable__ = refuse_script
 
     def __init__(
         self,
@@ -124,7 +129,8 @@ class NormCE2d(nn.Module):
     def _as_one_map(self, x: Tensor, residual: Tensor | None, act: nn.Module | None) -> Tensor:
         norm, ce = self.norm, self.ce
         ce_batch = ce.uses_batch(x)
-        alone = ce.ranks() is None
+        ranks = ce.ranks()
+        alone = ranks is None
         norm_batch = uses_batch_statistics(norm) and (x.numel() > 0 or not alone)
         if norm_batch and alone and x.shape[2] * x.shape[3] == 1 and x.shape[0] == 1:
             raise ValueError(
@@ -133,13 +139,17 @@ class NormCE2d(nn.Module):
             )
         branches = ce.branches()
         if fused.can_fuse(x, norm, branches, synchronized=not alone):
-            return fused.run(x, norm, branches, act, residual, batch=ce_batch)
+            return fused.run(x, norm, branches, act, residual, batch=ce_batch, ranks=ranks)
         # cast once: the two gradients of x are then added before they are rounded
         values = x.to(F.statistics_dtype(x))
         measured = ce_batch and x.numel() > 0
         offset = center = None
         if (norm_batch or ce_batch) and x.numel() > 0:
             values, offset, center = F.centered(values)
+        elif torch.is_grad_enabled() and x.numel() > 0 and not is_exporting():
+            # gradients of the parameters would lose digits where this mean is large
+            center = cast(Tensor, norm.running_mean).to(values.dtype, copy=True)
+            values = values - center[:, None, None]
         sign = weight_sign(norm, values)
         moments = ce.measure(values, batch=measured, offset=offset, sign=sign)
         if norm_batch and moments is None and x.numel() > 0:
@@ -151,7 +161,21 @@ class NormCE2d(nn.Module):
         if offset is not None:
             shift = shift + offset * scale
         coefficients = ce.coefficients(moments, scale, shift, statistics if ce_batch else None)
-        return finish(F.mix(values, *coefficients).to(x.dtype), act, residual)
+        y = F.in_layout_of(x, F.mix(values, *coefficients).to(x.dtype))
+        return finish(y, act, residual)
+
+    def __getattr__(self, name: str) -> Any:
+        """A part by its name; of a norm's own attributes, the reason why there are none.
+
+        Others that merge a norm into a convolution ask for them: timm's `reparameterize_model`,
+        torch's `fuse_conv_bn_eval`.
+        """
+        if name in NORM_VALUES:
+            raise AttributeError(
+                f"NormCE2d has no {name}: merging its norm into a convolution would lose CE; use "
+                "cenet.fold_ce(model), or take CE out first with cenet.remove_ce_(model)"
+            )
+        return super().__getattr__(name)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any

@@ -18,6 +18,12 @@ BATCH_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)
 # torchvision's and timm's frozen batch norms have no base class to test for, only buffers and this
 # name
 FROZEN_BATCH_NORMS = ("FrozenBatchNorm2d", "FrozenBatchNormAct2d")
+# what a norm works on that CE cannot follow, by the dimensions of its input
+INPUTS = {
+    2: "vectors (N, C)",
+    3: "tokens (N, L, C)",
+    5: "volumes (N, C, D, H, W)",
+}
 
 
 def norm_channels(module: nn.Module) -> int | None:
@@ -34,6 +40,19 @@ def norm_channels(module: nn.Module) -> int | None:
     # anybody's norm may say that it is one
     declared: Any = module
     return int(declared.num_features) if getattr(module, "is_channel_norm", False) else None
+
+
+def why_no_site(module: nn.Module) -> str | None:
+    """What a norm that CE cannot follow works on; None for those it can, and for other modules."""
+    if norm_channels(module) is not None:
+        return None
+    if isinstance(module, (nn.BatchNorm3d, nn.InstanceNorm3d)):
+        return INPUTS[5]
+    if isinstance(module, (nn.BatchNorm1d, nn.InstanceNorm1d)):
+        return "vectors (N, C) or sequences (N, C, L)"
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        return "last dimension, as of tokens (N, L, C) or maps (N, H, W, C)"
+    return None
 
 
 def inner_parts(norm: nn.Module) -> tuple[str, ...]:
@@ -56,12 +75,10 @@ def inner_activation(norm: nn.Module) -> nn.Module | None:
 
 def is_batch_norm(norm: nn.Module) -> bool:
     """Whether `norm` does exactly what `affine` says: batch norm, frozen or not, nothing more."""
-    known = (
-        type(norm) in BATCH_NORMS
-        or _is_frozen_batch_norm(norm)
-        or (isinstance(norm, BATCH_NORMS) and _is_norm_act(norm))
-    )
-    return known and inner_activation(norm) is None
+    if type(norm) in BATCH_NORMS:
+        return True
+    known = isinstance(norm, BATCH_NORMS) and _is_norm_act(norm)
+    return (known or _is_frozen_batch_norm(norm)) and inner_activation(norm) is None
 
 
 def uses_batch_statistics(norm: nn.Module) -> bool:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cenet.internals import all_gather_into_tensor, reduce_scatter_tensor, wait_tensor
+from cenet.messages import all_gather, sum_of_own_part
 
 
 class Ranks(NamedTuple):
@@ -67,9 +67,7 @@ def gather(part: Tensor, ranks: Ranks) -> Tensor:
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(part: Tensor, ranks: Ranks) -> Tensor:
-        parts = all_gather_into_tensor(part.contiguous(), *ranks)
-        gathered: Tensor = wait_tensor(parts).view(ranks.size, -1)
-        return gathered
+        return all_gather(part.contiguous(), *ranks).view(ranks.size, -1)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Ranks], output: Tensor) -> None:
@@ -85,9 +83,7 @@ class _SumOfOwnPart(torch.autograd.Function):
 
     @staticmethod
     def forward(parts: Tensor, ranks: Ranks) -> Tensor:
-        own = reduce_scatter_tensor(parts.contiguous().flatten(), "sum", *ranks)
-        total: Tensor = wait_tensor(own)
-        return total
+        return sum_of_own_part(parts.contiguous().flatten(), *ranks)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Ranks], output: Tensor) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cenet import functional as F
+from cenet.messages import Layout
 
 
 class Statistics(NamedTuple):
@@ -33,39 +34,6 @@ class Statistics(NamedTuple):
         if isinstance(self.pixels, Tensor):
             return value.detach().where(self.pixels > 0, torch.nan)
         return value
-
-
-class Layout(NamedTuple):
-    """Which statistics a layer needs, and so the layout of the messages between ranks."""
-
-    channels: int
-    group_size: int | None  # None: no covariance
-    pool: int
-    norm: bool
-    instance: bool
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the parts of a message, in order."""
-        per_channel = (self.channels,)
-        shapes: dict[str, tuple[int, ...]] = {"counts": (3,)}
-        if self.group_size is not None:
-            groups = F.num_groups(self.channels, self.group_size)
-            shapes["window_mean"] = per_channel
-            # symmetric: one triangle is enough
-            shapes["cov"] = (groups, self.group_size * (self.group_size + 1) // 2)
-        if self.norm and not self.norm_is_in_cov():
-            shapes |= {"mean": per_channel, "var": per_channel}
-        if self.instance:
-            shapes["instance_var"] = per_channel
-        return shapes
-
-    def norm_is_in_cov(self) -> bool:
-        """Whether the covariance is that of the pixels themselves, whose variances it holds."""
-        return self.group_size is not None and self.pool == 1
-
-    def size(self) -> int:
-        """Numbers in a message."""
-        return sum(prod(shape) for shape in self.shapes().values())
 
 
 def of_rank(
