@@ -166,3 +166,8 @@ def test_a_foreign_state_is_refused_whole(change, message):
 def test_wrong_group_size_is_named():
     with pytest.raises(ValueError, match=r"groups of 8: running_wm is \(3, 16, 16\)"):
         load_released_ce_(ChannelEquilibrium2d(48, group_size=8), state())
+
+
+def test_a_state_that_is_none_is_named():
+    with pytest.raises(ValueError, match=r"state is 0\.5, not a state dict; read it with"):
+        load_released_ce_(ChannelEquilibrium2d(48), 0.5)

@@ -23,6 +23,8 @@ from cenet import (
 from cenet.folding import ConvWeights, fold_conv_weights
 from cenet.nn.folded import Finish, FoldedCE2d
 
+pytestmark = pytest.mark.usefixtures("quick_weights")
+
 LAYERS = [ChannelEquilibrium2d, BatchDecorrelation2d, InstanceReweighting2d]
 
 
@@ -268,6 +270,53 @@ class Between(Shared):
 def test_unknown_topologies_are_refused(make, message):
     with pytest.raises(ValueError, match=f"cannot fold norm of {make.__name__}: .*{message}"):
         fold_ce(make().eval())
+
+
+def partly_foldable():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Conv2d(3, 24, 3), NormCE2d(nn.BatchNorm2d(24), ChannelEquilibrium2d(24), nn.ReLU())),
+        *(nn.Conv2d(24, 24, 3), NormCE2d(nn.GroupNorm(2, 24), ChannelEquilibrium2d(24))),
+        *(nn.Conv2d(24, 24, 3), ChannelEquilibrium2d(24), nn.Conv2d(24, 8, 1), nn.BatchNorm2d(8)),
+    )
+    for seed in range(3):
+        model(images(size=16, seed=seed))
+    return model.eval()
+
+
+def test_what_can_be_folded_is_and_the_rest_is_listed():
+    model = partly_foldable()
+    with pytest.raises(ValueError, match="cannot fold 5 of Sequential: it is not behind a norm"):
+        fold_ce(model)
+    with pytest.warns(
+        UserWarning, match=r"2 CE layers of Sequential stay .*\(5\); .*\(3\)"
+    ) as said:
+        folded = fold_ce(model, strict=False)
+    assert len(said) == 1
+    assert said[0].filename == __file__
+    assert folded.not_folded == {
+        "5": "it is not behind a norm in a NormCE2d; build it as NormCE2d(norm, ce)",
+        "3": "its norm is GroupNorm; CE is folded behind batch norms",
+    }
+    assert isinstance(folded[1], FoldedCE2d)
+    assert isinstance(folded[3], NormCE2d)
+    assert isinstance(folded[7], nn.Identity)
+    x = images(size=16).double()
+    assert_close("y", folded(images(size=16)), model.double()(x), 1e-5)
+
+
+def test_a_network_of_which_nothing_can_be_folded_is_refused():
+    model = partly_foldable()
+    model[1] = nn.ReLU().eval()
+    with pytest.raises(ValueError, match="cannot fold 5 of Sequential"):
+        fold_ce(model, strict=False)
+
+
+def test_nothing_is_listed_where_everything_is_folded():
+    model = block(nn.Conv2d(3, 48, 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert fold_ce(model, strict=False).not_folded == fold_ce(model).not_folded == {}
 
 
 class ReadOtherwise(Shared):

@@ -25,6 +25,8 @@ from cenet import (
 )
 from cenet.nn.norms import inner_activation
 
+pytestmark = pytest.mark.usefixtures("quick_weights")
+
 SITES = {  # number of default sites, first and last
     "torchvision/resnet18": (8, "layer1.0.bn2", "layer4.1.bn2"),
     "torchvision/resnet50": (16, "layer1.0.bn3", "layer4.2.bn3"),
@@ -270,7 +272,7 @@ def test_nothing_to_do_is_an_error():
         insert_ce_(nn.BatchNorm2d(8))
     twice = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
     insert_ce_(twice)
-    with pytest.raises(ValueError, match="does not follow already"):
+    with pytest.raises(ValueError, match="already there, behind every norm of Sequential"):
         insert_ce_(twice)
     with pytest.raises(ValueError, match="itself a NormCE2d"):
         remove_ce_(twice[1])
@@ -383,7 +385,7 @@ def test_inserting_twice_does_not_move_on_to_the_norm_before():
     model = create("torchvision/resnet18")
     insert_ce_(model)
     assert not any(site.default for site in ce_sites(model))
-    with pytest.raises(ValueError, match="no norm of ResNet without CE is the last"):
+    with pytest.raises(ValueError, match="already there, at every default site of ResNet"):
         insert_ce_(model)
 
 
@@ -391,7 +393,8 @@ def test_a_norm_already_followed_by_a_layer_of_the_users_is_left_alone():
     model = nn.Sequential(
         nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), ChannelEquilibrium2d(16), nn.ReLU()
     )
-    with pytest.raises(ValueError, match="without CE"):
+    assert [site.note for site in ce_sites(model)] == ["CE is already there"]
+    with pytest.raises(ValueError, match="CE is already there"):
         insert_ce_(model)
 
 

@@ -45,6 +45,8 @@ def load_released_ce_(layer: ChannelEquilibrium2d, state: Mapping[str, Tensor]) 
         ValueError: keys are missing or unknown, or a shape or value does not fit; the message names
             all of them.
     """
+    if not isinstance(state, Mapping):
+        raise ValueError(f"state is {state!r:.40}, not a state dict; read it with torch.load")
     own = layer.state_dict()
     problems = [f"missing key {key}" for key in RELEASED_KEYS if key not in state]
     known = (*RELEASED_KEYS, *RELEASED_UNUSED)

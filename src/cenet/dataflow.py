@@ -28,6 +28,23 @@ ACTIVATIONS = frozenset(
     )
 )
 
+# autograd's names of functions that are linear in the feature map, as batch norm is in evaluation
+LINEAR = frozenset(
+    f"{name}Backward0"
+    for name in (
+        *("Convolution", "NativeBatchNorm", "CudnnBatchNorm", "Add", "Sub", "Mul"),
+        *("View", "UnsafeView", "Alias", "Reshape", "Expand", "Unsqueeze", "ConstantPadNd"),
+    )
+)
+# and of those that return a part of the feature map
+PARTS = frozenset(f"{name}Backward0" for name in ("Slice", "Split", "SplitWithSizes", "Narrow"))
+# and of those that make the gate of another feature map, and fit it to the size of that
+SIGMOIDS = frozenset({"SigmoidBackward0", "HardsigmoidBackward0"})
+RESIZED = frozenset(
+    f"{name}Backward0"
+    for name in ("UpsampleNearest2D", "UpsampleBilinear2D", "Expand", "View", "Alias")
+)
+
 
 @dataclass
 class Call:
@@ -47,6 +64,7 @@ class Dataflow:
     calls: list[Call] = field(default_factory=list)
     consumers: dict[Node, list[Node]] = field(default_factory=dict)
     outputs: set[Node] = field(default_factory=set)
+    image: Node | None = None  # the input of the network
 
     def sole_source(self, call: Call) -> Call | None:
         """The watched call whose output goes into `call` and nowhere else, if there is one."""
@@ -57,26 +75,66 @@ class Dataflow:
         return None
 
     def feeds_activation(self, node: Node) -> bool:
-        """Whether an activation function reads the output of `node`."""
-        return any(consumer.name() in ACTIVATIONS for consumer in self.consumers[node])
+        """Whether an activation function reads the output of `node`, and it is not a gate's."""
+        readers = self.consumers[node]
+        return any(r.name() in ACTIVATIONS for r in readers) and not self._feeds_gate(readers)
 
-    def residual_branches(self) -> Iterator[set[Node]]:
-        """For every sum of two feature maps of one origin, the operations of its longer branch."""
+    def _feeds_gate(self, readers: list[Node]) -> bool:
+        """Whether all readers of a tensor are sigmoids that are multiplied by feature maps."""
+        if not readers or any(reader.name() not in SIGMOIDS for reader in readers):
+            return False
+        after = [n for reader in readers for n in self.consumers[reader]]
+        while any(n.name() in RESIZED for n in after):
+            after = [m for n in after for m in (self.consumers[n] if n.name() in RESIZED else [n])]
+        return all(n.name() == "MulBackward0" for n in after)
+
+    def branches(self) -> tuple[list[set[Node]], set[Node]]:
+        """Look at every sum of two feature maps of one origin.
+
+        Returns:
+            The operations of the longer branch of each residual block, up to the output of the
+            watched module if that adds the shortcut; and all operations in parallel branches that
+            are linear, which re-parameterization makes one convolution of.
+        """
         # autograd numbers operations in the order of the run: these are inside watched modules
         inside = [
-            range(sequence_number(call.entry), sequence_number(call.output) + 1)
+            (call.output, range(sequence_number(call.entry), sequence_number(call.output) + 1))
             for call in self.calls
             if call.entry is not None and call.output is not None
         ]
+        maps = self._descendants(self.image)
+        longer: list[set[Node]] = []
+        linear: set[Node] = set()
         for node in list(self.consumers):
-            if any(sequence_number(node) in numbers for numbers in inside):
+            edges = [(parent, output) for parent, output in node.next_functions if parent]
+            if node.name() != "AddBackward0" or len(edges) != 2 or output_rank(node) != 4:
                 continue
-            parents = [parent for parent, _ in node.next_functions if parent is not None]
-            if node.name() != "AddBackward0" or len(parents) != 2 or output_rank(node) != 4:
+            around = [(end, numbers) for end, numbers in inside if sequence_number(node) in numbers]
+            terms = [sequence_number(parent) for parent, _ in edges]
+            if any(all(term in numbers for term in terms) for _, numbers in around):
+                continue  # no sum of the network, but one in the module
+            left, right = (_ancestors(parent) for parent, _ in edges)
+            if not left & right or _are_parts(edges, left - right, right - left):
                 continue
-            left, right = (_ancestors(parent) for parent in parents)
-            if left & right:
-                yield max(left - right, right - left, key=_convolutions)
+            # a linear branch beside a bare shortcut is a residual block if an activation follows
+            parallel = bool(left - right and right - left) or not self.feeds_activation(node)
+            if parallel and all(_is_linear(step, maps) for step in left ^ right):
+                linear |= left ^ right
+            else:
+                branch = max(left - right, right - left, key=_convolutions)
+                longer.append(branch.union(end for end, _ in around))
+        return longer, linear
+
+    def _descendants(self, node: Node | None) -> set[Node]:
+        """The operations whose result depends on that of `node`."""
+        found: set[Node] = set()
+        todo = [] if node is None else [node]
+        while todo:
+            node = todo.pop()
+            if node not in found:
+                found.add(node)
+                todo += self.consumers.get(node, [])
+        return found
 
 
 def trace(
@@ -107,14 +165,19 @@ def trace(
 
 
 def example_images(model: nn.Module, sizes: Iterable[int] = IMAGE_SIZES) -> list[Tensor]:
-    """Blank images of several sizes, with the channels the first convolution of `model` expects."""
+    """Blank images of several sizes.
+
+    They have the channels that the first convolution of `model` expects, or else three, because a
+    network may rearrange its images before that.
+    """
     convolutions = (module for module in model.modules() if isinstance(module, nn.Conv2d))
-    channels = next((module.in_channels for module in convolutions), 3)
+    expected = next((module.in_channels for module in convolutions), 3)
     own = next(model.parameters(), torch.empty(0))
     dtype = own.dtype if own.is_floating_point() else torch.float32
     return [
         torch.zeros((), device=own.device, dtype=dtype).expand(2, channels, size, size)
         for size in sizes
+        for channels in dict.fromkeys((expected, 3))
     ]
 
 
@@ -144,7 +207,9 @@ def _run(
     with _watching(watched, flow):
         # an alias, because a leaf is no operation and two branches may fork at the input itself
         x = x.detach().clone().requires_grad_()
-        outputs = twin.eval()(x.view_as(x))
+        image = x.view_as(x)
+        flow.image = image.grad_fn
+        outputs = twin.eval()(image)
     for call in flow.calls:
         call.module = original[call.module]
     _record_consumers(flow, outputs)
@@ -213,3 +278,33 @@ def _ancestors(node: Node) -> set[Node]:
 
 def _convolutions(nodes: Iterable[Node]) -> int:
     return sum(node.name() == "ConvolutionBackward0" for node in nodes)
+
+
+def _is_linear(node: Node, maps: set[Node]) -> bool:
+    """Whether `node` is linear in the feature maps it reads: products of two are not."""
+    if node.name() not in LINEAR:
+        return False
+    factors = [parent for parent, _ in node.next_functions if parent in maps]
+    return node.name() != "MulBackward0" or len(factors) < 2
+
+
+def _are_parts(edges: list[Any], *own: set[Node]) -> bool:
+    """Whether a sum adds up different parts of the channels of one feature map.
+
+    Args:
+        edges: the two terms of the sum, each an operation and the number of its output.
+        own: for each term, the operations that the other does not depend on.
+    """
+    for (parent, output), steps, others in zip(edges, own, reversed(own), strict=True):
+        if not steps:  # the term itself is where the branches fork
+            read = {edge for step in others for edge in step.next_functions}
+            return (parent, output) not in read
+        if all(step.name() in PARTS for step in steps):
+            return all(step.name() in PARTS for step in others if _reads_past(step, others))
+    return False
+
+
+def _reads_past(step: Node, branch: set[Node]) -> bool:
+    """Whether an operation of a branch reads a tensor from where the branches fork."""
+    parents = (parent for parent, _ in step.next_functions if parent is not None)
+    return any(parent not in branch and parent.next_functions for parent in parents)

@@ -5,6 +5,7 @@ Batch decorrelation alone disappears. Full CE cannot: the instance branch needs 
 itself, so what remains is one fixed matrix per group and the gate, `FoldedCE2d`.
 """
 
+import warnings
 from copy import deepcopy
 from typing import Any, NamedTuple
 
@@ -63,7 +64,9 @@ def fold_conv_weights(
 
 
 @torch.no_grad()
-def fold_ce(model: nn.Module, example_input: Tensor | None = None) -> nn.Module:
+def fold_ce(
+    model: nn.Module, example_input: Tensor | None = None, *, strict: bool = True
+) -> nn.Module:
     """Copy `model` into its deploy form: same outputs in evaluation, no batch norm before a CE.
 
     Batch norms go into the convolutions before them, those without CE too where their input allows
@@ -73,13 +76,21 @@ def fold_ce(model: nn.Module, example_input: Tensor | None = None) -> nn.Module:
         model: a network with CE, in evaluation mode. It is not changed.
         example_input: a batch the model accepts; needed only if it does not take (N, C, H, W)
             images of a usual size.
+        strict: refuse a network with a CE that cannot be folded. If False, such layers stay as they
+            are, with a warning.
+
+    Returns:
+        The folded copy. Its attribute `not_folded` says which CE layers stayed as they were, and
+        why: a dictionary from their names to reasons, empty if `strict`.
 
     Raises:
-        ValueError: the model is in training mode, has no CE, or has a CE that cannot be folded:
-            another norm than batch norm, no convolution right before the norm (pre-activation
-            order), a convolution whose output or weights are used elsewhere too.
+        ValueError: the model is in training mode or has no CE, or a CE (without `strict`, every CE)
+            cannot be folded: another norm than batch norm, no convolution right before the norm
+            (pre-activation order), a convolution whose output or weights are used elsewhere too.
     """
-    _check_model(model)
+    not_folded = _check_model(model)
+    if strict:
+        _refuse(model, not_folded)
     folded = deepcopy(model)
     watched = (NormCE2d, nn.Conv2d)
     flow = trace(folded, lambda m: isinstance(m, watched) or _is_bare_norm(m), example_input)
@@ -95,8 +106,11 @@ def fold_ce(model: nn.Module, example_input: Tensor | None = None) -> nn.Module:
         if isinstance(module, NormCE2d):
             conv = _convolution_before(flow, calls, module)
             if isinstance(conv, str):
-                raise ValueError(f"cannot fold {name} of {type(model).__name__}: {conv}")
-            left[module] = _fold_norm_ce(conv, module)
+                not_folded[name] = conv
+                if strict:
+                    _refuse(model, not_folded)
+            else:
+                left[module] = _fold_norm_ce(conv, module)
         elif _is_bare_norm(module) and module not in inside and module in calls:
             conv = _convolution_before(flow, calls, module)
             if isinstance(conv, nn.Conv2d):
@@ -105,8 +119,14 @@ def fold_ce(model: nn.Module, example_input: Tensor | None = None) -> nn.Module:
     for name, module in names:
         if module in left:
             folded.set_submodule(name, left[module])
+    if not any(isinstance(module, NormCE2d) for module in left):
+        _refuse(model, not_folded)
     folded.eval()
     _verify(model, folded, example_input)
+    result: Any = folded
+    result.not_folded = not_folded
+    if not_folded:
+        _warn(model, not_folded)
     return folded
 
 
@@ -154,6 +174,23 @@ def fold_conv_norm_ce(conv: nn.Conv2d, norm_ce: NormCE2d) -> tuple[nn.Conv2d, nn
     return folded, _fold_norm_ce(folded, deepcopy(norm_ce))
 
 
+def _refuse(model: nn.Module, not_folded: dict[str, str]) -> None:
+    for name, reason in not_folded.items():
+        raise ValueError(f"cannot fold {name} of {type(model).__name__}: {reason}")
+
+
+def _warn(model: nn.Module, not_folded: dict[str, str]) -> None:
+    names: dict[str, list[str]] = {}
+    for name, reason in not_folded.items():
+        names.setdefault(reason, []).append(name)
+    reasons = [f"{reason} ({', '.join(own)})" for reason, own in names.items()]
+    warnings.warn(
+        f"{len(not_folded)} CE layers of {type(model).__name__} stay as they are: "
+        + "; ".join(reasons),
+        stacklevel=4,
+    )
+
+
 def _verify(model: nn.Module, folded: nn.Module, example_input: Tensor | None) -> None:
     """Compare the outputs once: a network may use its tensors in ways that autograd does not see.
 
@@ -185,7 +222,8 @@ def _tensors(outputs: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if leaf.is_floating_point()]
 
 
-def _check_model(model: nn.Module) -> None:
+def _check_model(model: nn.Module) -> dict[str, str]:
+    """Check that there is something to fold; return CE layers without a norm, and a reason."""
     name = type(model).__name__
     if hasattr(model, "_orig_mod"):
         raise ValueError("fold before compiling: torch.compile(fold_ce(model._orig_mod))")
@@ -201,12 +239,8 @@ def _check_model(model: nn.Module) -> None:
     if not layers:
         raise ValueError(f"{name} has no CE layer to fold")
     wrapped = {module.ce for module in model.modules() if isinstance(module, NormCE2d)}
-    for layer_name, layer in layers.items():
-        if layer not in wrapped:
-            raise ValueError(
-                f"cannot fold {layer_name} of {name}: it is not behind a norm in a NormCE2d; "
-                "build it as NormCE2d(norm, ce)"
-            )
+    reason = "it is not behind a norm in a NormCE2d; build it as NormCE2d(norm, ce)"
+    return {key: reason for key, layer in layers.items() if layer not in wrapped}
 
 
 def _is_bare_norm(module: nn.Module) -> bool:

@@ -1,17 +1,21 @@
 """Put CE into any network and take it out again, in place.
 
 Placement follows the paper where the network has residual blocks: the last norm of each block.
-Elsewhere every norm that feeds an activation is taken. A predicate `filter_fn(module, name)` over
-the norms overrides both. `ce_settings` says as JSON where CE is and how it is set, and
-`restore_ce_` puts it there again.
+Where these hold few of its norms, or there are none, every norm outside of them that feeds an
+activation is taken. Parallel branches that become one convolution in deployment are left alone. A
+predicate `filter_fn(module, name)` over the norms overrides all of it. `ce_settings` says as JSON
+where CE is and how it is set, and `restore_ce_` puts it there again.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from cenet.dataflow import Call, trace
 from cenet.internals import sequence_number
@@ -24,7 +28,7 @@ from cenet.nn import (
     ce_layers,
 )
 from cenet.nn.norm_ce import check_start
-from cenet.nn.norms import inner_activation, inner_parts, norm_channels
+from cenet.nn.norms import INPUTS, inner_activation, inner_parts, norm_channels, why_no_site
 
 FilterFn = Callable[[nn.Module, str], bool]
 Settings = dict[str, Any]
@@ -37,30 +41,118 @@ LAYERS: dict[str, type[EquilibriumLayer]] = {
 WITH_CE = "with_ce"
 
 
+# residual blocks that hold less than this share of the norms are not the whole of a network, and
+# places that reach less than this share are worth a warning
+FEW = 1 / 3
+
+PRESENT = "CE is already there"
+PARALLEL = "re-parameterizable branches"
+
+
 class CESite(NamedTuple):
-    """A norm that CE can follow."""
+    """A norm that CE can follow, or follows."""
 
     name: str
     norm: str
     num_features: int
     default: bool  # insert_ce_ without filter_fn chooses it
+    note: str = ""  # that CE is there already, or why the norm is not considered
+
+
+class Placement(NamedTuple):
+    """Where CE can go in a network, and how much of it the default places reach.
+
+    Norms of feature maps are those that see maps of more than one pixel and are not in parallel
+    branches.
+    """
+
+    sites: list[CESite]
+    blocks: int = 0  # residual blocks
+    in_blocks: int = 0  # norms of feature maps in them
+    on_maps: int = 0  # norms of feature maps
+    reached: int = 0  # norms of feature maps that have CE, or are in a block that has
+    stages: Mapping[tuple[int, int], bool] = MappingProxyType({})  # size of maps: is CE there?
+    left_out: Mapping[str, int] = MappingProxyType({})  # norms by class and reason
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether norms outside of residual blocks are chosen, too."""
+        return self.blocks > 0 and self.in_blocks < FEW * self.on_maps
+
+    def summary(self) -> list[str]:
+        """Which rule chose the default sites, and how much of the network they reach."""
+        lines = [self._rule()]
+        if self.stages:
+            without = [f"{h}×{w}" for (h, w), there in self.stages.items() if not there]
+            sizes = f"{len(self.stages) - len(without)} of {len(self.stages)} sizes of feature maps"
+            lines.append(
+                f"{self.reached} of {self.on_maps} norms of feature maps have CE then or are in a "
+                f"block that has it; there is CE at {sizes}"
+                + (f" (none at {', '.join(without)})." if without else ".")
+            )
+        if self.left_out:
+            lines.append(f"Norms that CE is not put behind: {_listed(self.left_out)}.")
+        return lines
+
+    def _rule(self) -> str:
+        if not self.reached:
+            return "CE has no default place here."
+        if not self.blocks:
+            return (
+                "There are no residual blocks: CE goes behind every norm that feeds an activation."
+            )
+        blocks = f"{self.blocks} residual block{'s' * (self.blocks > 1)}"
+        if not self.is_mixed:
+            each = "each of the" if self.blocks > 1 else "the"
+            return f"CE goes behind the last norm of {each} {blocks}."
+        return (
+            f"Only {self.in_blocks} of {self.on_maps} norms are in the {blocks}: CE goes behind "
+            "the last norm of each block, and elsewhere behind every norm that feeds an activation."
+        )
 
 
 def ce_sites(model: nn.Module, example_input: Tensor | None = None) -> list[CESite]:
-    """List the norms of `model` that CE could follow, and whether `insert_ce_` chooses them by
-    default.
+    """List the norms of `model` that CE could follow or follows, and whether `insert_ce_` chooses
+    them by default.
 
     Args:
         model: any network whose norms are modules. It is not changed.
         example_input: a batch the model accepts. Norms whose map has a single pixel at this size
             are not chosen; by default 224×224, or the first usual size that the model takes.
     """
+    return find_placement(model, example_input).sites
+
+
+def find_placement(model: nn.Module, example_input: Tensor | None = None) -> Placement:
+    """Find the sites of `ce_sites`, and how much of the network the default ones reach."""
     norms = _bare_norms(model)
-    chosen = _default_norms(model, norms, example_input) if norms else set()
-    return [
-        CESite(name, type(norm).__name__, norm_channels(norm) or 0, norm in chosen)
-        for name, norm in norms.items()
+    flow = _Norms(model, norms, example_input) if norms else None
+    chosen, notes = (set(), {}) if flow is None else (flow.chosen, flow.notes())
+    sites = [
+        CESite(name, type(module.norm).__name__, module.ce.num_features, False, PRESENT)
+        if isinstance(module, NormCE2d)
+        else CESite(
+            name,
+            type(module).__name__,
+            norm_channels(module) or 0,
+            module in chosen,
+            notes.get(module, ""),
+        )
+        for name, module in model.named_modules(remove_duplicate=False)
+        if name in norms or isinstance(module, NormCE2d)
     ]
+    left_out = _left_out(model, notes)
+    if flow is None:
+        return Placement(sites, left_out=left_out)
+    return Placement(
+        sites,
+        len(flow.blocks),
+        len(flow.in_blocks),
+        len(flow.maps),
+        len(flow.reached),
+        flow.stages(),
+        left_out,
+    )
 
 
 def insert_ce_(
@@ -83,8 +175,9 @@ def insert_ce_(
     Args:
         model: a network whose norms are modules over (N, C, H, W).
         filter_fn: `filter_fn(norm, name)` decides about each norm; by default the last norm of each
-            residual block, or without such blocks every norm that feeds an activation (see
-            `ce_sites`).
+            residual block and, where these hold less than a third of the norms, every norm outside
+            of them that feeds an activation. Norms in parallel branches that deployment merges into
+            one convolution are left out (see `ce_sites`).
         layer: `ChannelEquilibrium2d`, `BatchDecorrelation2d` or `InstanceReweighting2d`.
         start: "identity" leaves the output of the network unchanged until it is trained (see
             `NormCE2d`).
@@ -105,12 +198,15 @@ def insert_ce_(
         )
     norms = _bare_norms(model)
     if filter_fn is None:
-        chosen = _default_norms(model, norms, example_input) if norms else set()
-        sites = {name: norm for name, norm in norms.items() if norm in chosen}
+        found = find_placement(model, example_input)
+        sites = {site.name: norms[site.name] for site in found.sites if site.default}
     else:
+        found = None
         sites = {name: norm for name, norm in norms.items() if filter_fn(norm, name)}
     if not sites:
-        raise ValueError(_nothing_matched(model, norms, by_default=filter_fn is None))
+        raise ValueError(_nothing_matched(model, norms, found))
+    if found is not None:
+        _warn_if_few(model, found)
     wrappers = _insert_(model, sites, layer, start, layer_kwargs)
     if start == "paper":
         _fill_zero_weights(wrappers)
@@ -232,55 +328,131 @@ def _bare_norms(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _default_norms(
-    model: nn.Module, norms: dict[str, nn.Module], example_input: Tensor | None
-) -> set[nn.Module]:
-    bare = set(norms.values())
-    with_ce = (NormCE2d, EquilibriumLayer)
-    flow = trace(model, lambda module: module in bare or isinstance(module, with_ce), example_input)
+class _Norms:
+    """The norms of a network and its CE layers, seen in one run of it."""
 
-    def is_feature_map(call: Call) -> bool:
-        return len(call.shape) == 4 and call.shape[2] * call.shape[3] > 1
+    def __init__(
+        self, model: nn.Module, norms: dict[str, nn.Module], example_input: Tensor | None
+    ) -> None:
+        """Run the network, and choose among the norms without CE."""
+        self.bare = set(norms.values())
+        wrappers = {wrapper for _, wrapper in _wrappers(model)}
+        alone = {layer for _, layer in ce_layers(model)} - {wrapper.ce for wrapper in wrappers}
+        watched = self.bare | wrappers | alone
+        self.flow = trace(model, lambda module: module in watched, example_input)
+        self.followed = {c.source for c in self.flow.calls if c.module not in self.bare}
+        longer, self.parallel = self.flow.branches()
+        # by the operation that made the output of norm or CE
+        self.maps = {
+            call.output: call
+            for call in self.flow.calls
+            if call.output is not None and self._why_not(call) is None
+        }
+        # a block that ends in parallel branches is left alone as a whole
+        norms_and_ce = self.maps.keys() | {call.output for call in self.flow.calls} & self.parallel
+        within = (branch & norms_and_ce for branch in longer)
+        ends = ((block, max(block, key=sequence_number)) for block in within if block)
+        self.blocks = [block & self.maps.keys() for block, end in ends if end in self.maps]
+        self.in_blocks = {node for block in self.blocks for node in block}
+        outside = self.maps.keys() - self.in_blocks
+        last = {max(block, key=sequence_number) for block in self.blocks}
+        if len(self.in_blocks) < FEW * len(self.maps):
+            last |= {node for node in outside if self._is_activated(node)}
+        self.chosen = {self.maps[node].module for node in last} & self.bare
+        has_ce = {node for node, call in self.maps.items() if call.module not in self.bare}
+        self.reached = self.in_blocks | last | has_ce
 
-    # by the operation that made the output of norm or CE, if that reaches the network's output
-    made = {
-        call.output: call.module
-        for call in flow.calls
-        if call.output is not None and call.output in flow.consumers and is_feature_map(call)
-    }
-    followed = {call.source for call in flow.calls if isinstance(call.module, with_ce)}
-    last = set()
-    for branch in flow.residual_branches():
-        inside = [node for node in branch if node in made]
-        if inside:
-            last.add(made[max(inside, key=sequence_number)])
-    if last:
-        return last & bare
-    return {
-        norm
-        for node, norm in made.items()
-        if norm in bare
-        and node not in followed
-        and (flow.feeds_activation(node) or inner_activation(norm) is not None)
-    }
+    def stages(self) -> dict[tuple[int, int], bool]:
+        """Height and width of the feature maps, and whether norms of this size are reached."""
+        found: dict[tuple[int, int], bool] = {}
+        for node, call in self.maps.items():
+            size = (call.shape[2], call.shape[3])
+            found[size] = found.get(size, False) or node in self.reached
+        return dict(sorted(found.items(), reverse=True))
+
+    def notes(self) -> dict[nn.Module, str]:
+        """Why norms without CE are not considered."""
+        notes = dict.fromkeys(self.bare, "not run in evaluation")
+        for call in self.flow.calls:
+            notes[call.module] = self._why_not(call) or ""
+            if call.output in self.followed:
+                notes[call.module] = PRESENT
+        return {norm: notes[norm] for norm in self.bare if notes[norm]}
+
+    def _why_not(self, call: Call) -> str | None:
+        """Why CE is not put behind a norm, or None."""
+        if len(call.shape) != 4:
+            return INPUTS.get(len(call.shape), f"tensors of {len(call.shape)} dimensions")
+        if call.shape[2] * call.shape[3] == 1:
+            return "maps of one pixel"
+        if call.output not in self.flow.consumers:
+            return "not on the way to the output"
+        return PARALLEL if call.output in self.parallel else None
+
+    def _is_activated(self, node: Node) -> bool:
+        """Whether an activation reads the output of a norm, and no CE does."""
+        activated = self.flow.feeds_activation(node)
+        activated |= inner_activation(self.maps[node].module) is not None
+        return activated and node not in self.followed
 
 
-def _nothing_matched(model: nn.Module, norms: dict[str, nn.Module], *, by_default: bool) -> str:
+def _warn_if_few(model: nn.Module, found: Placement) -> None:
+    norms = found.on_maps + sum(found.left_out.values())
+    if found.reached < FEW * norms:
+        left_out = f" (left out: {_listed(found.left_out)})" if found.left_out else ""
+        warnings.warn(
+            f"CE reaches {found.reached} of {norms} norms of {type(model).__name__}{left_out}; "
+            "ce_sites lists the sites, and filter_fn chooses others",
+            stacklevel=3,
+        )
+
+
+def _nothing_matched(model: nn.Module, norms: dict[str, nn.Module], found: Placement | None) -> str:
+    """Why no norm was chosen, by default as it was `found`, or by a `filter_fn`."""
     name = type(model).__name__
     if norm_channels(model) is not None:
         return f"the model is itself a norm; use NormCE2d({name}(...), ChannelEquilibrium2d(...))"
+    present = any(isinstance(module, EquilibriumLayer) for module in model.modules())
+    if not norms and present:
+        return f"CE is already there, behind every norm of {name} that it could follow"
+    left_out = _left_out(model) if found is None else found.left_out
+    reasons = f"; left out: {_listed(left_out)}" if left_out else ""
     if not norms:
         return (
-            f"{name} has no norm that CE could follow and does not follow already "
-            "(BatchNorm2d, GroupNorm, InstanceNorm2d, LayerNorm2d)"
+            f"{name} has no norm that CE could follow (BatchNorm2d, GroupNorm, InstanceNorm2d, "
+            f"LayerNorm2d){reasons}"
         )
-    candidates = ", ".join(f"{key} ({type(norm).__name__})" for key, norm in norms.items())
-    if by_default:
+    shown = [f"{key} ({type(norm).__name__})" for key, norm in norms.items()]
+    more = f" and {len(shown) - 8} more, see ce_sites" if len(shown) > 8 else ""
+    candidates = f"{', '.join(shown[:8])}{more}"
+    if found is None:
+        return f"filter_fn matched no norm of {name}; candidates: {candidates}"
+    if present:
         return (
-            f"no norm of {name} without CE is the last of a residual block or feeds an "
-            f"activation; choose with filter_fn among the candidates: {candidates}"
+            f"CE is already there, at every default site of {name}; choose others with filter_fn: "
+            f"{candidates}"
         )
-    return f"filter_fn matched no norm of {name}; candidates: {candidates}"
+    return (
+        f"no norm of {name} is the last of a residual block or feeds an activation{reasons}; "
+        f"choose with filter_fn among the candidates: {candidates}"
+    )
+
+
+def _left_out(model: nn.Module, notes: Mapping[nn.Module, str] | None = None) -> dict[str, int]:
+    """Number of norms that are not considered, by class and reason."""
+    inside = {part for _, layer in ce_layers(model) for part in layer.modules()}
+    reasons = {m: why_no_site(m) for m in model.modules() if m not in inside} | dict(notes or {})
+    return dict(
+        Counter(
+            f"{type(m).__name__} ({why})"
+            for m, why in reasons.items()
+            if why not in (None, PRESENT)
+        )
+    )
+
+
+def _listed(left_out: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {norm}" for norm, count in left_out.items())
 
 
 def _wrappers(model: nn.Module) -> Iterable[tuple[str, NormCE2d]]:

@@ -4,6 +4,7 @@ import json
 import re
 import runpy
 import sys
+from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,8 @@ from cenet.models import NETWORKS, create_model
 from cenet.models.cost import PAPER_GFLOPS, cost, multiply_adds
 from cenet.models.released import released_ceresnet50
 from cenet.models.staged import VGG16
+
+pytestmark = pytest.mark.usefixtures("quick_weights")
 
 DATA = Path(__file__).parents[1] / "fixtures"
 # what torchvision publishes with its weights
@@ -255,6 +258,23 @@ def test_costs():
         matrices += units * pixels * padded * 16
     assert folded - plain == pytest.approx(matrices, rel=0.1)
     assert training - folded == pytest.approx(matrices, rel=0.35)
+    assert_in_table(found)
+
+
+def assert_in_table(found):
+    """`cenet models` prints the table without counting."""
+    table = files("cenet").joinpath("models", "costs.csv").read_text()
+    paper = "" if found.paper is None else found.paper
+    row = ",".join(
+        map(str, (found.name, found.sites, *found.parameters, *found.multiply_adds, paper))
+    )
+    assert row in table.splitlines(), f"src/cenet/models/costs.csv needs {row}"
+
+
+@pytest.mark.slow
+def test_the_table_has_the_costs_that_are_counted():
+    for name in NETWORKS:
+        assert_in_table(cost(name))
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50", "vgg16"])

@@ -18,6 +18,8 @@ from cenet.export import export_folded, export_onnx
 from cenet.models import create_model
 from cenet.nn import ce_layers
 
+pytestmark = pytest.mark.usefixtures("quick_weights")
+
 RESNETS = ("ceresnet18", "ceresnet50", "ceresnet101")
 NAMES = (
     *RESNETS,
@@ -55,9 +57,9 @@ def network(name):
 def test_timm_lists_them():
     assert sorted((*NAMES, "cevgg6")) == sorted(timm.list_models("ce*", module="entrypoints"))
     for name in NAMES:
-        config = prepared(name).pretrained_cfg
+        model = prepared(name)
+        config = model.pretrained_cfg
         assert config["architecture"] == name
-        model = network(name)
         assert isinstance(model.get_submodule(config["first_conv"]), nn.Conv2d)
         assert isinstance(model.get_submodule(config["classifier"]), nn.Linear)
 

@@ -25,7 +25,8 @@ class IterNorm2d(BaselineNorm2d):
         momentum: weight of the newest batch in the running values of μ and Σ^{-1/2}; None weighs
             all batches alike.
         affine: learn γ and β.
-        device, dtype: device and dtype of parameters and buffers.
+        device: device of parameters and buffers.
+        dtype: dtype of parameters and buffers.
 
     Shape: (N, C, H, W) -> (N, C, H, W).
 

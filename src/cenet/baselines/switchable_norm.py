@@ -30,7 +30,8 @@ class SwitchableNorm2d(BaselineNorm2d):
         momentum: weight of the newest batch in the running values of the batch norm part; None
             weighs all batches alike.
         affine: learn γ and β.
-        device, dtype: device and dtype of parameters and buffers.
+        device: device of parameters and buffers.
+        dtype: dtype of parameters and buffers.
 
     Shape: (N, C, H, W) -> (N, C, H, W). Maps of one pixel have instance variance 0 and are taken.
 

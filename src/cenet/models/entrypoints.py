@@ -39,7 +39,9 @@ default_cfgs = generate_default_cfgs(
         "ceshufflenetv2_x0_5.untrained": _cfg("conv1.0", "fc"),
         "ceshufflenetv2_x1_0.untrained": _cfg("conv1.0", "fc"),
         "cevgg16.untrained": _cfg("features.0", "fc", **_SMALL),
-        "cevgg6.untrained": _cfg("features.0", "fc", **{**_SMALL, "input_size": (3, 8, 8)}),
+        "cevgg6.untrained": _cfg(
+            "features.0", "fc", **{**_SMALL, "input_size": (3, 8, 8), "pool_size": (2, 2)}
+        ),
     }
 )
 
@@ -112,4 +114,4 @@ def cevgg16(pretrained: bool = False, **kwargs: Any) -> nn.Module:
 @register_model
 def cevgg6(pretrained: bool = False, **kwargs: Any) -> nn.Module:
     """A small VGG for images of 8×8 pixels and more, with CE behind every norm."""
-    return _create("vgg6", pretrained, kwargs, feature_cls="getter")
+    return _create("vgg6", pretrained, kwargs, feature_cls="getter", out_indices=(0, 1, 2))

@@ -4,12 +4,13 @@
 names it with all its sites, so that timm builds a saved network again.
 """
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
-from torch import nn
+from torch import Tensor, nn
 
 from cenet.models.entrypoints import final_weights
 from cenet.models.lookup import create_named, image_config
@@ -56,13 +57,21 @@ def with_ce(
     model: Any = build_model_with_cfg(
         partial(_build, network, ce, start, own_weights), WITH_CE, pretrained and has_folder,
         {**config, "architecture": WITH_CE}, feature_cfg={"feature_cls": "getter"},
-        **{**(network_args or {}), **kwargs},
+        pretrained_filter_fn=_with_versions, **{**(network_args or {}), **kwargs},
     )  # fmt: skip
     if not has_folder and hasattr(model, "num_classes"):
         classifier = model.pretrained_cfg.get("classifier") or complete_(model)
         model.pretrained_cfg = {**model.pretrained_cfg, "classifier": classifier}
     built: nn.Module = model
     return built
+
+
+def _with_versions(state: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, Tensor]:
+    """The state with the versions of its layout, which files do not keep and MNASNet asks for."""
+    found: Any = OrderedDict(state)
+    found._metadata = getattr(model.state_dict(), "_metadata", {})
+    kept: Mapping[str, Tensor] = found
+    return kept
 
 
 def _build(
