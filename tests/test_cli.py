@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import subprocess
 import sys
 from contextlib import contextmanager, nullcontext, redirect_stdout
 
@@ -13,6 +14,8 @@ import cenet
 from _training import call
 from cenet.analysis import inhibited_ratio
 from cenet.arguments import run_command, without_frame
+
+pytestmark = pytest.mark.usefixtures("quick_weights")
 
 
 @pytest.fixture
@@ -38,9 +41,54 @@ def test_help_lists_the_commands(printed):
 
 def test_sites_of_a_network(printed):
     text = printed("sites", "resnet18")
-    assert "8 of 20 sites by default" in text
+    assert "resnet18: insert_ce_ puts CE behind 8 of 20 norms" in text
     assert "layer4.1.bn2" in text
-    assert "8 of 8 sites" in printed("sites", "torchvision/vgg11_bn")
+    assert text.count("puts CE here") == 8
+    assert "CE goes behind the last norm of each of the 8 residual blocks." in text
+    assert (
+        "16 of 20 norms of feature maps have CE then or are in a block that has it; there is CE at "
+        "4 of 5 sizes of feature maps (none at 112×112)."
+    ) in text
+    assert 'To choose yourself: insert_ce_(model, lambda norm, name: name == "bn1").' in text
+    assert "behind 8 of 8 norms" in " ".join(printed("sites", "torchvision/vgg11_bn").split())
+
+
+def test_sites_at_a_size_of_images(printed):
+    text = printed("sites", "resnet18", "--size", "32")
+    assert "behind 6 of 20 norms" in text
+    assert "maps of one pixel" in text
+
+
+def test_networks_are_listed_without_counting_them(printed, monkeypatch):
+    monkeypatch.setattr("cenet.models.cost.cost", lambda name: pytest.fail("counts, for seconds"))
+    lines = {
+        line.split()[0]: line.split()[1:] for line in printed("models").splitlines() if line.strip()
+    }
+    # Table 1 of the paper, and what torchvision publishes for the plain network
+    assert lines["ceresnet50"][-1] == "4.16"
+    assert lines["ceresnet50"][1] == "25.6"
+    assert lines["ceresnet50"][4] == "4.089"
+    assert len([name for name in lines if name.startswith("ce")]) == 7
+
+
+def test_commands_that_need_no_torch_do_not_import_it():
+    """It takes seconds, in which a command would not say a word."""
+    code = "import sys; sys.argv[0] = 'cenet'; from cenet.__main__ import main; main()"
+    ended = "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); "
+    for arguments in (["--version"], ["models"]):
+        command = [sys.executable, "-c", ended + code, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert done.stdout.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_terminal_is_told_what_takes_seconds(rank, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then writes as to a terminal
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("cenet.report.write_page", lambda runs, out: out)
+    call(monkeypatch, "report", "run")
+    assert ("writing the page" in capsys.readouterr().err) == (rank == "0")
 
 
 @contextmanager
@@ -92,6 +140,11 @@ def test_another_pipe_that_breaks_is_an_error(monkeypatch):
     ("arguments", "message"),
     [
         (("sites", "resnet5000"), "resnet5000 is not a timm model"),
+        (("sites", "resnt50"), "resnt50 is not a timm model (did you mean resnet50 or "),
+        (("sites", "torchvision/resnt18"), "of torchvision (did you mean resnet18 or "),
+        (("sites", "levit_128s", "--size", "64"), "levit_128s does not run on images of 64×64 ("),
+        (("sites", "resnet18", "--size", "0"), "--size 0 must be at least 1"),
+        (("sites", "vit_tiny_patch16_224"), "has no norm that CE could follow"),
         (("sites", "torchvision/resnet5000"), "is not a classification network of torchvision"),
         (("sites", "torchvision/fcn_resnet50"), "is not a classification network of torchvision"),
         (("sites", "nfnet_f0"), "no norm that CE could follow"),
@@ -106,7 +159,7 @@ def test_another_pipe_that_breaks_is_an_error(monkeypatch):
         (
             ("train", "digits_ce", "--schedule", "weird"),
             "invalid choice 'weird' for argument '--schedule'. Expected one of ('step', 'cosine', "
-            "'poly'); see `cenet train digits_ce --help`",
+            "'poly', 'tanh', 'wsd', 'rsqrt', 'constant'); see `cenet train digits_ce --help`",
         ),
         (
             ("detect", "show", "run", "--images", "few"),

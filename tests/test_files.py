@@ -16,7 +16,8 @@ from torch import nn
 
 from _detection import write_detection_run
 from _disks import file_size_limit, files_in, fill, small_disk
-from _training import TINY, call, few_digits, trainer
+from _pages import write_run
+from _training import PLAIN, TINY, call, few_digits, trainer
 from cenet.analysis.diagnosis import FILE, Diagnosis
 from cenet.checkpoints import read_state
 from cenet.data.datasets import find_part, input_spec_of
@@ -27,7 +28,7 @@ from cenet.export import export_folded, write_onnx
 from cenet.files import harmless, open_to_append, read_json, replace_file, replacing
 from cenet.models import create_model
 from cenet.report.elements import Column, Table
-from cenet.report.pages import table_csv
+from cenet.report.pages import table_csv, write_page
 from cenet.run_folder import CHANNELS, LOCK, METRICS, METRICS_CSV, locked, read_metrics
 from cenet.train import RECIPES, checkpoint
 from cenet.train.run_log import RunLog
@@ -150,6 +151,67 @@ def test_a_link_that_is_planted_at_the_last_moment_is_not_followed(tmp_path, mon
     assert victim.read_text() == "of somebody else"
 
 
+def test_a_folder_of_ours_that_is_a_link_is_not_filled(tmp_path):
+    """Its name is not the user's choice, and the link may have been planted."""
+    victim, out = tmp_path / "victim", tmp_path / "out"
+    victim.mkdir()
+    for name in ("run", "page_files"):
+        (out / name).mkdir(parents=True)
+    (out / "run" / "tensorboard").symlink_to(victim)
+    (out / "page_files").rmdir()
+    (out / "page_files").symlink_to(victim)
+    engine = trainer(replace(PLAIN, epochs=1), out / "run", few_digits())
+    with pytest.raises(OSError, match=r"a link, which may lead anywhere; remove it: .*tensorboard"):
+        engine.run()
+    with pytest.raises(OSError, match=r"a link, which may lead anywhere; remove it: .*page_files"):
+        write_page([write_run(out / "other", 0, epochs=1)], out / "page.html")
+    assert files_in(victim) == {}
+    assert not (out / "page.html").exists()
+
+
+def test_a_start_that_is_refused_leaves_nothing_behind(tmp_path, monkeypatch):
+    new, empty, used = tmp_path / "runs" / "new", tmp_path / "empty", tmp_path / "used"
+    empty.mkdir()
+    used.mkdir()
+    (used / "note").touch()
+    before = files_in(tmp_path)
+    for out in (new, empty):
+        with pytest.raises(SystemExit, match=r"is more than the .* steps of an epoch"):
+            call(monkeypatch, "train", "digits_ce", "--accumulate", "9999", "--out", str(out))
+        assert files_in(tmp_path) == before
+    with locked(new):
+        (new / "row").touch()
+    with locked(used):
+        pass
+    kept = {Path("runs"), Path("runs/new"), Path("runs/new/row"), Path("runs/new") / LOCK}
+    assert files_in(tmp_path).keys() - before.keys() == kept | {Path("used") / LOCK}
+
+
+def test_a_lock_that_its_owner_removed_is_no_lock(tmp_path, monkeypatch):
+    """Opened before and locked after that, it would not keep a third process out."""
+    opened = open_to_append
+
+    def late(path):
+        file = opened(path)
+        path.unlink()
+        return file
+
+    monkeypatch.setattr("cenet.run_folder.open_to_append", late)
+    with pytest.raises(ValueError, match="another process is writing to"):
+        locked(tmp_path).__enter__()
+    assert files_in(tmp_path) == {}
+
+    def replaced(path):
+        file = late(path)
+        path.touch()
+        return file
+
+    monkeypatch.setattr("cenet.run_folder.open_to_append", replaced)
+    with pytest.raises(ValueError, match="another process is writing to"):
+        locked(tmp_path).__enter__()
+    assert (tmp_path / LOCK).exists()  # it is that of the other process
+
+
 def test_text_is_added_at_the_end(tmp_path):
     for line in ("one\n", "two\n"):
         with open_to_append(tmp_path / "file") as file:
@@ -235,9 +297,56 @@ def test_tables_of_a_run_hold_no_formulas(tmp_path):
     assert "3,'=layer," in (tmp_path / CHANNELS).read_text()
 
 
+def test_a_table_of_channels_that_does_not_fit_is_named(tmp_path):
+    log = RunLog(tmp_path)
+    log.add_channels(3, {"layer": {}})
+    size = (tmp_path / CHANNELS).stat().st_size
+    with (
+        file_size_limit(size + 5),
+        pytest.raises(OSError, match=r"File too large: '.*channels\.csv"),
+    ):
+        log.add_channels(6, {f"layer{number}": {} for number in range(9)})
+    recipe, inputs = RECIPES["digits_ce"], input_spec_of(few_digits().train)
+    log.begin(
+        recipe, inputs, {}, after=1, updates=20, tested_on="test"
+    )  # a cut-off row is left out
+    log.end()
+    assert (tmp_path / CHANNELS).stat().st_size == size
+
+
+def test_both_files_of_metrics_hold_the_same_rows(tmp_path):
+    rows = [{"epoch": 1, "loss": 3.5}, {"epoch": 2, "loss": 2.5}, {"epoch": 3, "top1": 0.5}]
+    rows += [{"epoch": 4, "loss": 1.5, "top1": 0.75}]
+    log = RunLog(tmp_path)
+    for row in rows:
+        log.add(row)
+    assert read_metrics(tmp_path / METRICS) == rows
+    table = "epoch,loss,top1\n1,3.5,\n2,2.5,\n3,,0.5\n4,1.5,0.75\n"
+    assert (tmp_path / METRICS_CSV).read_text() == table
+
+
 def test_tables_of_a_page_hold_no_formulas():
     table = Table((Column("=name"), Column("share")), (("@layer", -0.5),))
     assert table_csv(table) == "'=name,share\n'@layer,-0.5\n"
+
+
+def test_of_two_rows_of_an_epoch_the_last_is_taken(tmp_path):
+    rows = [(1, 3.5), (2, 2.5), (1, 3.0), (2, 2.0), (2, 1.0), (3, 0.5)]
+    (tmp_path / METRICS).write_text(
+        "".join(f'{{"epoch": {epoch}, "loss": {loss}}}\n' for epoch, loss in rows)
+    )
+    last = [{"epoch": 1, "loss": 3.0}, {"epoch": 2, "loss": 1.0}, {"epoch": 3, "loss": 0.5}]
+    assert read_metrics(tmp_path / METRICS) == last
+    log = RunLog(tmp_path)
+    recipe, inputs = RECIPES["digits_ce"], input_spec_of(few_digits().train)
+    log.begin(recipe, inputs, {}, after=2, updates=20, tested_on="test")
+    log.add({"epoch": 3, "loss": 0.25})
+    log.end()
+    assert read_metrics(tmp_path / METRICS) == [*last[:2], {"epoch": 3, "loss": 0.25}]
+    assert (tmp_path / METRICS_CSV).read_text() == "epoch,loss\n1,3.0\n2,1.0\n3,0.25\n"
+    (tmp_path / METRICS).write_text('{"epoch": true}\n')
+    with pytest.raises(ValueError, match="line 1 is not the row of an epoch"):
+        read_metrics(tmp_path / METRICS)
 
 
 def test_rows_that_a_resumed_run_writes_again_are_removed(tmp_path):

@@ -26,11 +26,14 @@ from cenet.run_folder import WEIGHTS
 from cenet.surgery import ce_settings, restore_ce_
 from cenet.train.weights import load_run
 
+pytestmark = pytest.mark.usefixtures("quick_weights")
+
 # by name: arguments of insert_ce_
 FAST = {
     "test_resnet": {"group_size": 8, "rd_ratio": 0.5},
     "test_efficientnet": {"start": "identity"},
     "torchvision/shufflenet_v2_x0_5": {"layer": cenet.BatchDecorrelation2d, "pool": 2},
+    "torchvision/mnasnet0_5": {},  # asks a state dict for its version, which files do not keep
     "torchvision/mobilenet_v3_small": {"layer": cenet.InstanceReweighting2d, "eps": 1e-3},
 }
 MANY = {
@@ -109,7 +112,9 @@ def test_inserted_trained_saved_and_loaded(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:the weight of", "ignore:The default weight init")
+@pytest.mark.filterwarnings(
+    "ignore:the weight of", "ignore:The default weight init", "ignore:CE reaches"
+)
 def test_many_networks_are_loaded_by_somebody_else(tmp_path):
     assert len(MANY) >= 20
     check_round_trips({**FAST, **MANY}, tmp_path)
@@ -255,8 +260,37 @@ def test_a_class_of_your_own_is_built_only_if_you_pass_it(tmp_path):
         cenet.load(tmp_path)
     again = cenet.load(tmp_path, network=Own)
     assert torch.equal(again(IMAGES), model(IMAGES))
+    cenet.save(stock("test_resnet"), tmp_path / "stock")
+    with pytest.raises(ValueError, match=r"stock says how its network is built; remove network="):
+        cenet.load(tmp_path / "stock", network=Own)
     cenet.save(again, tmp_path / "again")  # it knows its arguments now
     assert torch.equal(cenet.load(tmp_path / "again", network=Own)(IMAGES), model(IMAGES))
+
+
+def test_whoever_can_read_the_description_can_read_the_weights(tmp_path):
+    cenet.save(stock("test_resnet"), tmp_path)
+    modes = {(tmp_path / name).stat().st_mode for name in ("config.json", "model.safetensors")}
+    assert len(modes) == 1
+
+
+def test_names_of_other_classes_are_forgotten(tmp_path):
+    model = stock("test_resnet", num_classes=3)
+    cenet.save(model, tmp_path / "three", classes=("ant", "bee", "cat"))
+    model.reset_classifier(2)
+    cenet.save(model, tmp_path / "two")
+    assert cenet.load(tmp_path / "three").pretrained_cfg["label_names"]
+    assert not cenet.load(tmp_path / "two").pretrained_cfg.get("label_names")
+
+
+def test_nothing_is_said_about_the_weights_that_a_network_began_with(tmp_path):
+    """Their name and licence, above all."""
+    model = stock("test_resnet")
+    assert {"hf_hub_id", "tag", "license"} <= {
+        key for key, value in model.pretrained_cfg.items() if value
+    }
+    cenet.save(model, tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())["pretrained_cfg"]
+    assert not {"url", "hf_hub_id", "tag", "license", "description", "notes"} & written.keys()
 
 
 def edit(folder, change):

@@ -14,7 +14,7 @@ EXTRAS = {
     "diagnose": ("report",),
     "eval": ("train",),
     "export": ("cli", "models"),
-    "models": ("cli", "models"),
+    "models": ("cli",),
     "recipes": ("train",),
     "report": ("report",),
     "sites": ("cli", "models"),
@@ -53,9 +53,9 @@ def _main() -> None:
         require(*EXTRAS.get(arguments[0] if arguments else "", ("cli",)))
     except MissingExtraError as error:
         raise SystemExit(str(error)) from error
-    from cenet import cli
+    from cenet.cli import main
 
-    cli.main()
+    main()
 
 
 if __name__ == "__main__":

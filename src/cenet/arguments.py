@@ -50,11 +50,12 @@ def _in_one_line(parse: Callable[[], T]) -> T:
         with redirect_stderr(said):
             return parse()
     except SystemExit as left:
-        from cenet.distributed import is_first_process
+        if said.getvalue():
+            from cenet.distributed import is_first_process  # imports torch, for seconds
 
-        # all processes have the same arguments; one message is enough
-        if said.getvalue() and is_first_process():
-            print(without_frame(said.getvalue()), file=sys.stderr)
+            # all processes have the same arguments; one message is enough
+            if is_first_process():
+                print(without_frame(said.getvalue()), file=sys.stderr)
         raise left from None
 
 

@@ -1,7 +1,10 @@
 """The `cenet` command: parse, then one call each."""
 
+import csv
+import os
 import signal
 import sys
+from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,45 +16,79 @@ require("cli")
 import tyro
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.status import Status
 from rich.table import Table
 
 from cenet.arguments import run_command
 
+IMPORTS = "importing PyTorch and the networks"
 
-def sites(model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]) -> None:
-    """List where CE can go in a network, and where `insert_ce_` puts it by default.
+
+def _waiting(what: str) -> Status:
+    """Says on a terminal what takes seconds, as long as it does; once for all of torchrun's."""
+    return Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0").status(what)
+
+
+def sites(
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")],
+    size: int | None = None,
+) -> None:
+    """List the norms of a network that CE can follow, and those that `insert_ce_` puts it behind.
 
     Args:
         model: a timm model name such as resnet50, or torchvision/NAME.
+        size: height and width of the images that the network is run on, to see where its norms
+            lead; by default 224, or the first usual size that it takes.
     """
-    from cenet.models.lookup import create_named
-    from cenet.surgery import ce_sites
+    if size is not None and size < 1:
+        raise SystemExit(f"--size {size} must be at least 1")
+    with _waiting(f"building {model} and running it once"):
+        import torch
 
-    try:
-        found = ce_sites(create_named(model))
-    except ValueError as error:
-        raise SystemExit(str(error)) from error
-    if not found:
+        from cenet.models.lookup import create_named, image_config
+        from cenet.surgery import find_placement
+
+        try:
+            network = create_named(model)
+            image = None
+            if size is not None:
+                image = torch.zeros(2, image_config(model)["input_size"][0], size, size)
+            found = find_placement(network, image)
+        except ValueError as error:
+            if error.__cause__ is None:
+                raise SystemExit(str(error)) from error
+            tried = "the usual sizes" if size is None else f"{size}×{size}"
+            reason = str(error.__cause__).strip().splitlines()[0]
+            raise SystemExit(
+                f"{model} does not run on images of {tried} ({reason}); choose another --size"
+            ) from error
+    chosen = sum(site.default for site in found.sites)
+    if found.sites:
+        table = Table(
+            title=f"{model}: insert_ce_ puts CE behind {chosen} of {len(found.sites)} norms"
+        )
+        table.add_column("norm", overflow="fold")
+        table.add_column("class")
+        table.add_column("channels", justify="right")
+        table.add_column("insert_ce_")
+        for site in found.sites:
+            mark = "puts CE here" if site.default else site.note
+            table.add_row(site.name, site.norm, str(site.num_features), mark)
+        Console().print(table)
+    for line in found.summary():
+        print(line)
+    others = [site.name for site in found.sites if not (site.default or site.note)]
+    if others:
+        print(f'To choose yourself: insert_ce_(model, lambda norm, name: name == "{others[0]}").')
+    if not found.sites:
         raise SystemExit(f"{model} has no norm that CE could follow")
-    chosen = sum(site.default for site in found)
-    table = Table(title=f"{model}: {chosen} of {len(found)} sites by default")
-    table.add_column("site", overflow="fold")
-    table.add_column("norm")
-    table.add_column("channels", justify="right")
-    table.add_column("default")
-    for site in found:
-        mark = "CE" if site.default else ""
-        table.add_row(site.name, site.norm, str(site.num_features), mark)
-    Console().print(table)
 
 
 def models() -> None:
     """List the networks of the paper: CE sites, parameters, multiply-adds, the paper's figures."""
-    from cenet.models import NETWORKS
-    from cenet.models.cost import cost
-
+    counted = files("cenet").joinpath("models", "costs.csv").read_text()  # importing timm is slow
     table = Table(
-        title="billions of multiply-adds for one image, and millions of parameters",
+        title="millions of parameters, and billions of multiply-adds for one image",
         caption="Counted: convolutions and matrix products. +SE and +CE: with squeeze-excite and "
         "with CE; train and folded: with CE, in training and folded; paper: its figure for CE.",
         box=SIMPLE_HEAD,
@@ -61,15 +98,11 @@ def models() -> None:
     table.add_column("network", no_wrap=True)
     for column in ("sites", "params", "+SE", "+CE", "plain", "+SE", "train", "folded", "paper"):
         table.add_column(column, justify="right", no_wrap=True)
-    console = Console()
-    for name in NETWORKS:
-        with console.status(f"counting {name}"):
-            found = cost(name)
-        parameters = (f"{value / 1e6:.1f}" for value in found.parameters)
-        counted = (f"{value / 1e9:.3f}" for value in found.multiply_adds)
-        paper = "" if found.paper is None else f"{found.paper:.2f}"
-        table.add_row(f"ce{name}", str(found.sites), *parameters, *counted, paper)
-    console.print(table)
+    for name, sites, *counts, paper in list(csv.reader(counted.splitlines()))[1:]:
+        parameters = (f"{int(value) / 1e6:.1f}" for value in counts[:3])
+        multiply_adds = (f"{int(value) / 1e9:.3f}" for value in counts[3:])
+        table.add_row(f"ce{name}", sites, *parameters, *multiply_adds, paper)
+    Console().print(table)
 
 
 def export(
@@ -98,15 +131,16 @@ def export(
         data: folder of images to check the exported network on; by default parts of two
             photographs.
     """
-    from cenet.export import write_network
-
     source = Path(model) if checkpoint is None else checkpoint
     if out.exists() and source.exists() and out.samefile(source):
         raise SystemExit(f"--out {out} is the checkpoint itself; write to another place")
-    try:
-        said = write_network(model, checkpoint, out, format, size=size, data=data)
-    except (ValueError, OSError, RuntimeError) as error:
-        raise SystemExit(f"nothing was written to {out}: {error}") from error
+    with _waiting(f"exporting {model} and running it on images"):
+        from cenet.export import write_network
+
+        try:
+            said = write_network(model, checkpoint, out, format, size=size, data=data)
+        except (ValueError, OSError, RuntimeError) as error:
+            raise SystemExit(f"nothing was written to {out}: {error}") from error
     print(f"wrote {out}: {said}")
 
 
@@ -142,8 +176,9 @@ def diagnose(
         out: folder for diagnosis.json and the page diagnosis.html; by default that of the run,
             where `cenet report` finds it, or `diagnosis`.
     """
-    from cenet.diagnosing.command import run
-    from cenet.report import write_diagnosis_page
+    with _waiting(IMPORTS):
+        from cenet.diagnosing.command import run
+        from cenet.report import write_diagnosis_page
 
     out = out or (Path(model) if Path(model).is_dir() else Path("diagnosis"))
     try:
@@ -164,7 +199,8 @@ def demo(out: Path = Path("runs/demo"), epochs: int = 15, seeds: int = 3) -> Non
         epochs: epochs of training per network.
         seeds: number of trainings per network, each with its own seed.
     """
-    from cenet.demo import run_demo
+    with _waiting(IMPORTS):
+        from cenet.demo import run_demo
 
     try:
         run_demo(out, epochs, seeds)
@@ -174,7 +210,8 @@ def demo(out: Path = Path("runs/demo"), epochs: int = 15, seeds: int = 3) -> Non
 
 def recipes() -> None:
     """List the recipes of `cenet train`: Appendix E, short ones, and digits for a CPU."""
-    from cenet.train.recipes import RECIPES, family_and_row
+    with _waiting(IMPORTS):
+        from cenet.train.recipes import RECIPES, family_and_row
 
     table = Table(
         title="NETWORK_ROW is a recipe; batch is per process; lr / images of an update",
@@ -203,6 +240,7 @@ def recipes() -> None:
         more = [row for row in own if row not in shared]
         if more:
             console.print(f"more rows of {network}: {', '.join(more)}")
+    console.print("finetune: any network of timm or torchvision: --model NAME --pretrained")
     console.print("cenet train digits_ce --help shows all fields; each can be changed.")
 
 
@@ -216,12 +254,18 @@ def report(
         runs: folders of `cenet train` or `cenet diagnose`, or diagnosis.json files; at most eight.
         out: the page; drawings and numbers go into a folder beside it, as SVG and CSV.
     """
-    from cenet.report import write_page
+    with _waiting("writing the page"):
+        from cenet.analysis.diagnosis import FILE
+        from cenet.report import NOT_DIAGNOSED, write_page
 
-    try:
-        print(f"wrote {write_page(runs, out)}")
-    except (ValueError, OSError) as error:
-        raise SystemExit(str(error)) from error
+        try:
+            page = write_page(runs, out)
+        except (ValueError, OSError) as error:
+            raise SystemExit(str(error)) from error
+    print(f"wrote {page}")
+    for run in runs:
+        if run.is_dir() and not (run / FILE).is_file():
+            print(f"{run} {NOT_DIAGNOSED}".replace("RUN", str(run)))
 
 
 def evaluate(
@@ -243,18 +287,20 @@ def evaluate(
             CE are estimated first.
         save: file for the recalibrated weights.
     """
-    from cenet.distributed import is_first_process
-    from cenet.run_folder import WEIGHTS
-    from cenet.train.job import evaluate_run
-    from cenet.train.recipes import Recipe, read_run
-    from cenet.train.weights import read_weights
+    with _waiting(f"evaluating {run}"):
+        from cenet.distributed import is_first_process
+        from cenet.run_folder import WEIGHTS
+        from cenet.train.command import results_in_words
+        from cenet.train.job import evaluate_run
+        from cenet.train.recipes import Recipe, read_run
+        from cenet.train.weights import read_weights
 
-    try:
-        found = evaluate_run(run, data, device, recalibrate=recalibrate, save=save)
-        source = read_weights(run)[1]
-        share = read_run(run, Recipe)[0].holdout
-    except (ValueError, OSError) as error:
-        raise SystemExit(str(error) if is_first_process() else 1) from error
+        try:
+            found = evaluate_run(run, data, device, recalibrate=recalibrate, save=save)
+            source = read_weights(run)[1]
+            share = read_run(run, Recipe)[0].holdout
+        except (ValueError, OSError) as error:
+            raise SystemExit(str(error) if is_first_process() else 1) from error
     if not is_first_process():
         return
     if source != WEIGHTS:
@@ -264,28 +310,29 @@ def evaluate(
             "these figures are of the test images; those that the run wrote itself are of training "
             f"images held out by holdout={share:g}"
         )
-    for name, value in found.items():
-        print(f"{name} {value:.4f}")
+    print(results_in_words(found))
 
 
 def train() -> None:
     """Train by a recipe: `cenet train RECIPE [--field value ...]`."""
     arguments = sys.argv[2:]
-    from cenet.train.recipes import find_recipe
+    with _waiting(IMPORTS):
+        from cenet.train.recipes import find_recipe
 
-    if arguments and not arguments[0].startswith("-"):
-        try:
-            find_recipe(arguments[0])  # before the imports that take seconds
-        except ValueError as error:
-            raise SystemExit(str(error)) from error
-    from cenet.train.command import parse, run
+        if arguments and not arguments[0].startswith("-"):
+            try:
+                find_recipe(arguments[0])  # before the imports that take seconds
+            except ValueError as error:
+                raise SystemExit(str(error)) from error
+        from cenet.train.command import parse, run
 
     run(parse(arguments))
 
 
 def detect() -> None:
     """Detect and segment objects: `cenet detect train|eval|show`."""
-    from cenet.detection.command import main as run
+    with _waiting(IMPORTS):
+        from cenet.detection.command import main as run
 
     run(sys.argv[2:])
 

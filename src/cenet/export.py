@@ -154,7 +154,11 @@ def _results(folder: Path) -> dict[str, Any]:
     last = rows[-1] if rows else {}
     names = {"test_top1": "top-1", "test_top5": "top-5", "test_loss": "loss"}
     images = "held-out training images" if read_run(folder, Recipe)[0].holdout else "test images"
-    found = {f"{words} on {images}": last[name] for name, words in names.items() if name in last}
+    found = {
+        f"{words} on {images}": last[name]
+        for name, words in names.items()
+        if isinstance(last.get(name), float)  # a row of another version may have others
+    }
     return {"data": read_run(folder, Recipe)[0].dataset, "metrics": found}
 
 

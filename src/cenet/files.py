@@ -73,6 +73,14 @@ def open_to_append(path: Path) -> IO[str]:
     return open(path, "a", newline="", opener=opener)
 
 
+def make_folder(path: Path) -> Path:
+    """Make a folder whose name the user has not chosen; OSError if it is a link, as above."""
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "a link, which may lead anywhere; remove it", str(path))
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
 def read_json(path: Path) -> Any:
     """The content of a JSON file; ValueError if it cannot be read."""
     try:

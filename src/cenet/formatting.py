@@ -1,7 +1,8 @@
 """Numbers, names and comparisons of runs as text, on the terminal and on pages."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from typing import Literal
 
 Kind = Literal["text", "number", "percent"]
@@ -58,6 +59,12 @@ def brief(value: float) -> str:
         digits, power = f"{value:.2e}".split("e")
         return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
     return f"{value:.3g}"
+
+
+def nearest(name: object, valid: Iterable[str]) -> str:
+    """' (did you mean …?)' with the valid names closest to `name`; empty if none is close."""
+    close = get_close_matches(str(name), list(valid), n=3, cutoff=0.5)
+    return f" (did you mean {' or '.join(close)}?)" if close else ""
 
 
 def count(number: int, noun: str) -> str:

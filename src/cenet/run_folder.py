@@ -1,8 +1,9 @@
 """The folder of a run: names of its files, a lock, and reading its rows."""
 
 import json
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ METRICS_CSV = "metrics.csv"  # the same rows
 LAMBDA = "lambda/"  # columns of the rows: λ of a CE layer, whose name follows
 CHANNELS = "channels.csv"  # channel statistics, with --monitor-every
 WEIGHTS = "weights.safetensors"  # final weights
+SAVED_WEIGHTS = "model.safetensors"  # the same in a folder of `cenet.save`, as timm names them
 CONFIG = "config.json"  # network and images, in the format of timm
 LOCK = ".lock"
 
@@ -21,6 +23,8 @@ LOCK = ".lock"
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Keep other runs from writing to a folder; the lock disappears if this process is killed.
+
+    If nothing was written in the meantime, no trace of the lock is left at the end.
 
     Raises:
         ValueError: another process holds the lock.
@@ -30,29 +34,41 @@ def locked(folder: Path) -> Iterator[None]:
     except ImportError:  # this system has no such locks
         yield
         return
+    new = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    with open_to_append(folder / LOCK) as file:
+    path = folder / LOCK
+    with open_to_append(path) as file:
         try:
             # a lock of this process only: workers that outlive it do not hold the lock
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not path.exists() or not os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                raise BlockingIOError  # its last owner has removed it in the meantime
         except (BlockingIOError, PermissionError) as error:
             raise ValueError(
                 f"another process is writing to {folder}; wait for it, or choose another --out"
             ) from error
-        yield
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # somebody else puts something there, or takes it away
+                if [*folder.iterdir()] == [path]:  # nothing was begun
+                    path.unlink()
+                    for place in new:
+                        place.rmdir()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl; ValueError if the file is damaged.
+    """The rows of metrics.jsonl, one for each epoch; ValueError if the file is damaged.
 
-    A last line that was cut off while somebody wrote it is left out.
+    Of several rows of one epoch the last is taken: it was written last. A last line that was cut
+    off while somebody wrote it is left out.
     """
     try:
         check_regular(path)
         lines = path.read_text(errors="replace").splitlines()
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    rows: list[dict[str, Any]] = []
+    rows: dict[int, dict[str, Any]] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -64,7 +80,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             if number == len(lines):
                 break
             raise ValueError(f"{path} cannot be read: line {number}: {error}") from error
-        if not isinstance(row, dict) or not isinstance(row.get("epoch"), int):
+        if not isinstance(row, dict) or type(row.get("epoch")) is not int:
             raise ValueError(f"{path} cannot be read: line {number} is not the row of an epoch")
-        rows.append(row)
-    return rows
+        rows.pop(row["epoch"], None)
+        rows[row["epoch"]] = row
+    return list(rows.values())

@@ -26,10 +26,11 @@ from cenet.files import read_json, replacing
 from cenet.internals import timm_config_writer
 from cenet.nn import ce_layers
 from cenet.run_folder import ABOUT, CONFIG
+from cenet.run_folder import SAVED_WEIGHTS as WEIGHTS
 from cenet.run_folder import WEIGHTS as RUN_WEIGHTS
 from cenet.surgery import WITH_CE, ce_settings, restore_ce_
 
-WEIGHTS, CARD = "model.safetensors", "README.md"
+CARD = "README.md"
 REASON = 200  # letters of another library's message that are shown
 # entries of timm's configurations about the weights that the network began with
 ABOUT_OTHER_WEIGHTS = (
@@ -102,9 +103,9 @@ def save(
         network_args: keyword arguments that it was built with, in types of JSON.
         classes: names of the classes in the order of the logits.
         image_size: height and width of the images that it was trained for.
-        mean, std: normalization of each channel, for values from 0 to 1. Size and normalization
-            are by default those that timm or torchvision have for the network; of your own class
-            they must be given.
+        mean: mean of each channel, for values from 0 to 1.
+        std: standard deviation of each channel. Size and normalization are by default those that
+            timm or torchvision have for the network; of your own class they must be given.
         data: the data that it was trained on, in words, for the model card.
         metrics: results by name, for the model card.
 
@@ -186,6 +187,8 @@ def load(folder: str | Path, network: Build | None = None) -> nn.Module:
         ValueError: the folder is not such a folder, or damaged, or `network` is missing.
     """
     require("models")
+    from cenet.models.lookup import check_image_config
+
     folder = Path(folder)
     if not (folder / CONFIG).is_file() and (folder / ABOUT).is_file():
         from cenet.train.weights import load_run
@@ -195,8 +198,12 @@ def load(folder: str | Path, network: Build | None = None) -> nn.Module:
         config = read_json(folder / CONFIG)
         args = config.get("model_args", {})
         own = config["architecture"] == WITH_CE and ":" in args["network"]
+        check_image_config(config.get("pretrained_cfg"))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder} is not a folder of cenet.save: {error}") from error
+        reason = error if isinstance(error, ValueError) else repr(error)
+        raise ValueError(
+            f"{folder} is not a folder of cenet.save: {CONFIG} cannot be used ({reason})"
+        ) from error
     if own and network is None:
         raise ValueError(
             f"{folder} holds a network of the class {args['network']}, which is not imported from "

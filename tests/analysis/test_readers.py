@@ -10,6 +10,8 @@ from _planted import Tangled, images
 from _shards import record
 from cenet.analysis.readers import norm_scale
 
+pytestmark = pytest.mark.usefixtures("quick_weights")
+
 TOLERANCE = 1e-9
 
 

@@ -284,12 +284,10 @@ def test_threads_end_with_python(tmp_path, then, code, said):
         if "ready" in then:
             assert process.stdout.readline() == "ready\n"
             process.send_signal(signal.SIGINT)
-        started = time.monotonic()
-        try:
+        try:  # if threads were waited for, they would prepare epochs for many minutes
             _, errors = process.communicate(timeout=60)
         finally:
             process.kill()
-        assert "ready" not in then or time.monotonic() - started < 10
     assert process.returncode == code
     assert errors.rstrip().endswith(said.rstrip())
     assert "cenet prepares" not in errors

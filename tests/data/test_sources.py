@@ -10,6 +10,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from io import BytesIO
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -145,8 +146,9 @@ def test_a_run_and_its_evaluation_by_command(form, places, tmp_path, monkeypatch
         for path in places[form].glob(pattern):
             shutil.copy(path, tmp_path)
     call(monkeypatch, "eval", f"{tmp_path}/run", "--data", str(tmp_path))
-    top1 = re.search(r"test top-1 ([\d.]+)", trained)[1]
-    assert f"test_top1 {float(top1) / 100:.4f}" in capsys.readouterr().out
+    # the same figures in the same words
+    line = re.search(r"epoch 1: (test top-1 [\d.]+ %, top-5 [\d.]+ %, loss [\d.]+);", trained)[1]
+    assert capsys.readouterr().out == f"{line}\n"
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -325,25 +327,54 @@ def test_few_images_may_have_changed_and_none_may_be_missing():
         return f"{names}:{''.join(own[left_out:])}"
 
     assert are_same_images(digest(), digest())
-    assert are_same_images(digest(), digest(changed=8))
-    assert not are_same_images(digest(), digest(changed=9))
+    assert are_same_images(digest(), digest(changed=SAMPLE // 8))
+    assert not are_same_images(digest(), digest(changed=SAMPLE // 8 + 1))
     assert not are_same_images(digest(), digest(names="others"))
     assert not are_same_images(digest(), digest(left_out=1))
-    assert not are_same_images(digest(left_out=1), digest())
-    without_last = digest().removesuffix(marks[-1])
-    assert not are_same_images(digest(), without_last)
-    assert not are_same_images(without_last, digest())
-    assert are_same_images("names", digest())  # of an earlier version
+    assert not are_same_images(digest(), digest().removesuffix(marks[-1]))
+    # a small set of training images beside many test images, all of them others
+    small, others = "".join(marks[:30]), mark(b"other") * 30
+    assert not are_same_images(
+        f"names:{small}:{''.join(marks)}", f"names:{others}:{''.join(marks)}"
+    )
+    assert are_same_images(f"names:{small}:{small}", f"names:{small}:{small}")
+    # as earlier versions joined them
+    assert are_same_images(f"names:{small}{small}", f"names:{small}:{small}")
+    assert not are_same_images(f"names:{small}{small}", f"names:{small}:{others}")
+    # of earlier versions, which compared fewer images or none
+    assert are_same_images(digest(left_out=1), digest())
+    assert not are_same_images(digest(left_out=1), digest(names="others"))
+    assert are_same_images("names", digest())
     assert not are_same_images("others", digest())
     assert are_same_images("pixels", "pixels")
-    assert [len(evenly_spaced(count)) for count in (0, 1, 63, 64, 65, 10**6)] == [
-        0,
-        1,
-        63,
-        64,
-        33,
-        64,
-    ]
+    for count in (0, 1, SAMPLE - 1, SAMPLE):  # few images are all compared
+        assert evenly_spaced(count) == list(range(count))
+    for count in (SAMPLE + 1, 3 * SAMPLE - 1, 10**6):
+        places = evenly_spaced(count)
+        assert len(set(places)) == SAMPLE
+        assert 0 == min(places) <= max(places) < count
+        steps = [after - before for before, after in pairwise([*places, count])]
+        assert max(steps) - min(steps) <= 1
+
+
+def test_every_image_of_a_small_set_is_compared(tmp_path):
+    """Every second one turned black is other data, and so is each third of them."""
+    for part in ("train", "test"):
+        for number in range(80):
+            path = tmp_path / part / str(number % 2) / f"{number:02}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(picture(shade=number + 1))
+    before = digest(image_folders(tmp_path, 16, resident=False))
+    paths = sorted((tmp_path / "train").rglob("*.png"))
+    for places in (range(0, 80, 2), range(1, 80, 2), range(2, 80, 3)):
+        contents = [path.read_bytes() for path in paths]
+        for place in places:
+            paths[place].write_bytes(picture())
+        now = digest(image_folders(tmp_path, 16, resident=False))
+        assert not are_same_images(before, now)
+        for path, content in zip(paths, contents, strict=True):
+            path.write_bytes(content)
+    assert digest(image_folders(tmp_path, 16, resident=False)) == before
 
 
 def test_names_in_the_parquet_file_go_before_those_beside_it(tmp_path):

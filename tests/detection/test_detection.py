@@ -21,6 +21,8 @@ from cenet.detection import (
 from cenet.models import create_model
 from cenet.nn import ce_layers
 
+pytestmark = pytest.mark.usefixtures("quick_weights")
+
 # of a norm: mean, variance, count; of CE: W, s^{-1/2}, and a count in each branch
 NORM_BUFFERS, CE_BUFFERS = 3, 4
 

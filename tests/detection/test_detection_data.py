@@ -147,6 +147,22 @@ def test_names_that_leave_the_folder_are_refused_and_counted(folder):
     ]
 
 
+def test_links_are_followed_as_among_the_images_of_classifiers(folder, tmp_path):
+    """Whoever can put a link there can put a copy there; a name in a file is another matter."""
+    inside = folder / "train2017" / "1.png"
+    outside = tmp_path / "elsewhere.png"
+    inside.rename(outside)
+    inside.symlink_to(outside)
+    split = load(RECIPES["resnet50_ce"], folder)
+    assert split.train.images[0]["file_name"] == "1.png"
+    assert split.train.faults == {}
+    os.mkfifo(pipe := tmp_path / "pipe")
+    (folder / "train2017" / "2.png").unlink()
+    (folder / "train2017" / "2.png").symlink_to(pipe)
+    split = load(RECIPES["resnet50_ce"], folder)
+    assert split.train.faults == {"images whose file is missing": ["2.png"]}
+
+
 def test_a_pipe_is_no_image(folder):
     """It would be waited for."""
     signal.alarm(60)

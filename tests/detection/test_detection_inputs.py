@@ -15,6 +15,8 @@ from cenet.detection.data import load, outline_mask, scenes
 from cenet.detection.loaders import sample, scaled_size, training_batches
 from cenet.detection.synthetic import draw_shapes
 
+pytestmark = pytest.mark.usefixtures("quick_weights")
+
 CPU = torch.device("cpu")
 
 

@@ -328,7 +328,7 @@ def test_what_cannot_be_shown_is_one_clear_error(tmp_path, monkeypatch):
     good = (run / "metrics.jsonl").read_text()
     for content, message in (
         ("", "has no epoch yet"),
-        (good.replace('"box_ap": 0.5', '"box_ap": "high"'), r"line 1, is not a row of `cenet det"),
+        (good.replace('"box_ap": 0.5', '"box_ap": "high"'), r"epoch 1 is not a row of `cenet det"),
         (good + "[]\n", r"line 2 is not the row of an epoch"),
         ("{\n" + good, "cannot be read: line 1: "),
     ):

@@ -296,7 +296,7 @@ def test_without_pycocotools_there_is_one_line(monkeypatch, tmp_path):
     ("name", "content", "message"),
     [
         ("run.json", "[" * 100_000, "run.json cannot be read"),
-        ("run.json", '{"command": "cenet detect train", "recipe": {}}', "is not of this version"),
+        ("run.json", '{"command": "cenet detect train", "recipe": {}}', "inputs is missing"),
         (
             "run.json",
             json.dumps(

@@ -21,6 +21,8 @@ from cenet.detection.job import DetectionJob, evaluate_run, load_detector, train
 from cenet.detection.trainer import DetectionOptions, DetectionTrainer, build_detector
 from cenet.models import create_model
 
+pytestmark = pytest.mark.usefixtures("quick_weights")
+
 CHANNELS = (16, 24, 32, 48)
 
 

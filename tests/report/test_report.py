@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import fields, replace
 from statistics import fmean
 from xml.etree import ElementTree
@@ -19,6 +20,7 @@ from _pages import (
     source,
     write_run,
 )
+from _training import call
 from cenet.analysis.diagnosis import Diagnosis
 from cenet.formatting import show
 from cenet.report import write_diagnosis_page, write_page
@@ -514,6 +516,23 @@ def test_a_diagnosis_file_is_called_like_its_folder(tmp_path):
     write_run(tmp_path / "ce", 0, layers=4)
     (found,) = read_sources([tmp_path / "ce" / "diagnosis.json"])
     assert (found.name, found.recipe, found.metrics) == ("ce", None, ())
+
+
+def test_a_run_without_a_diagnosis_says_so(three_runs, tmp_path, monkeypatch, capsys):
+    bare = tmp_path / "bare"
+    shutil.copytree(three_runs / "plain", bare)
+    (bare / "diagnosis.json").unlink()
+    out = tmp_path / "page.html"
+    call(monkeypatch, "report", str(bare), str(three_runs / "ce"), "--out", str(out))
+    wrote, said = capsys.readouterr().out.splitlines()
+    assert wrote == f"wrote {out}"
+    assert said == (
+        f"{bare} has no diagnosis, so that the page says nothing about its channels; "
+        f"`cenet diagnose {bare}` measures them"
+    )
+    text = Reader(out.read_text()).text
+    assert "bare has no diagnosis, so that the page says nothing about its channels" in text
+    assert "ce has no diagnosis" not in text
 
 
 def test_sections_without_numbers_are_left_out(tmp_path):

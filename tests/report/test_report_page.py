@@ -190,7 +190,9 @@ def test_damaged_runs_are_refused(tmp_path):
 def test_the_command_says_what_went_wrong_in_one_line(tmp_path, capsys):
     run = write_run(tmp_path / "run", 0, measured=False, epochs=2)
     report((run,), tmp_path / "page.html")
-    assert capsys.readouterr().out == f"wrote {tmp_path / 'page.html'}\n"
+    wrote, about = capsys.readouterr().out.splitlines()
+    assert wrote == f"wrote {tmp_path / 'page.html'}"
+    assert about.startswith(f"{run} has no diagnosis")
     with pytest.raises(SystemExit, match="does not exist"):
         report((tmp_path / "nowhere",), tmp_path / "page.html")
 
@@ -272,7 +274,7 @@ def test_numbers_beyond_drawing_are_refused(tmp_path):
     run = write_run(tmp_path / "run", 0, measured=False, epochs=1)
     rows = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text(re.sub(r'"test_loss": [^,]*', '"test_loss": 1e200', rows))
-    with pytest.raises(ValueError, match=r"line 1, .* test_loss is too large to be drawn"):
+    with pytest.raises(ValueError, match=r"epoch 1 .* test_loss is too large to be drawn"):
         write_page([run], tmp_path / "page.html")
 
 

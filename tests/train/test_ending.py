@@ -29,11 +29,10 @@ pytestmark = [
 RECIPE = replace(PLAIN, epochs=1, batch_size=256)
 
 
-def as_torchrun_starts_it(number=0):
-    """The variables of the only process of a run."""
-    port = 20000 + (os.getpid() + number) % 20000
+def as_torchrun_starts_it():
+    """The variables of the only process of a run, which listens at any port that is free."""
     group = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    return {**group, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {**group, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
 def threads_of_the_group():
@@ -73,7 +72,7 @@ def test_the_threads_of_the_process_group_end_with_the_run(kind, error, tmp_path
 
 def fresh_run(folder, to):
     """A run in a process that has not imported timm, and does so when the group has been made."""
-    os.environ |= as_torchrun_starts_it(1)
+    os.environ |= as_torchrun_starts_it()
     for name in [name for name in sys.modules if name.startswith("torch.distributed.nn")]:
         del sys.modules[name]
     importlib.reload(cenet.distributed)

@@ -280,7 +280,7 @@ def test_a_run_says_what_it_is_tested_on(tmp_path, monkeypatch, capsys):
     assert "these figures are of the test images; " in said
     assert "images held out by holdout=0.1\n" in said
     expected = figures(load_run(out), digits().test, read_run(out, Recipe)[1])
-    assert f"test_loss {expected[0]:.4f}" in said
+    assert f", loss {expected[0]:.4f}\n" in said
     found = diagnose(str(out), None, tmp_path / "diagnosis", ablation_images=0)
     assert found.accuracy.top1 == pytest.approx(expected[1])
     said = " ".join(capsys.readouterr().out.split())

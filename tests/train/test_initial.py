@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from _training import ALONE, TINY, few_digits, trainer
+from cenet.checkpoints import digest
 from cenet.data.datasets import input_spec_of
 from cenet.run_folder import WEIGHTS
 from cenet.train import RECIPES
@@ -38,6 +39,7 @@ def test_ce_that_begins_as_identity_leaves_a_trained_network(plain):
     assert found.fresh
     assert all(".ce." in name for name in found.fresh)
     assert str(found).endswith("weights.safetensors; new are 6 CE layers")
+    assert found.digest == digest(load_file(plain / WEIGHTS), "")  # under its own names
     images = torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     expected = load_run(plain)(images)
     assert torch.allclose(network.eval()(images), expected, rtol=0, atol=1e-6)
@@ -68,6 +70,11 @@ def test_weights_that_do_not_fit_are_refused(plain, tmp_path):
     save_file({**state, name: state[name] * torch.nan}, tmp_path / "nan.safetensors")
     with pytest.raises(ValueError, match=rf"has values that are not finite: {name}"):
         load_initial_weights_(made(PLAIN), tmp_path / "nan.safetensors", 10)
+    bias = next(key for key, value in state.items() if value.dim() == 1 and len(value) != 10)
+    wide = {**state, bias: torch.zeros(len(state[bias]) + 1)}  # other channels, not other classes
+    save_file(wide, tmp_path / "wide.safetensors")
+    with pytest.raises(ValueError, match=r"of another network: 1 of another shape"):
+        load_initial_weights_(made(PLAIN), tmp_path / "wide.safetensors", 10)
     whole = made(CE).state_dict()
     last = [key for key in whole if ".ce." in key][-1]
     save_file(

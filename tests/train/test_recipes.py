@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 from torch import nn
 
+from _training import call
 from cenet.data.datasets import corrupt, digits, image_folders, input_spec_of, load
 from cenet.data.decoding import read_image
 from cenet.models import create_model
@@ -98,6 +99,24 @@ def test_schedules_are_those_of_their_formulas():
     t = torch.arange(2400) / 2400
     torch.testing.assert_close(poly[50:], 0.5 * (1 - t[50:]))
     torch.testing.assert_close(poly[:50], 0.5 * torch.arange(50) / 50)
+
+
+def test_a_warm_up_that_takes_the_whole_run_is_said(tmp_path, monkeypatch, capsys):
+    recipe = replace(RECIPES["digits_ce"], epochs=2)
+    assert recipe.warmup_epochs == 3
+    said = recipe.about_warmup()
+    # what the schedule does: the rate grows until the end, and would be reached after 3 epochs
+    found = rates(recipe)
+    assert found == sorted(found)
+    assert found[-1] / recipe.lr == pytest.approx(2 / 3, abs=0.05)
+    assert said == (
+        "the warm-up of 3 epochs takes the whole run of 2: the learning rate only grows, to 66.7 % "
+        "of its value; --warmup-epochs 0.5 would be a quarter of the run"
+    )
+    assert replace(recipe, warmup_epochs=1.9).about_warmup() is None
+    assert "to 100.0 %" in replace(recipe, warmup_epochs=2.0).about_warmup()
+    call(monkeypatch, "train", "digits_ce", "--epochs", "2", "--out", str(tmp_path))
+    assert said in capsys.readouterr().out.splitlines()
 
 
 def test_all_is_decayed_but_lambda_and_alpha():

@@ -348,21 +348,35 @@ def test_signals_and_kills_through_the_command_line(tmp_path, monkeypatch, capsy
     assert "resuming from step-" in capsys.readouterr().out
     assert_same_run(whole, cut)
     call(monkeypatch, "eval", str(cut), "--device", "cpu")
-    assert "test_top1 " in capsys.readouterr().out
+    assert "test top-1 " in capsys.readouterr().out
+
+
+# `python -m cenet ARGUMENTS` that gets its signals when it begins to build the network
+SIGNALLED = """
+import os, runpy, signal, sys
+import cenet.train.classifier as module
+build = module.build_network
+
+def build_after_signals(*given):
+    for _ in range({times}):
+        os.kill(os.getpid(), signal.SIGTERM)
+    return build(*given)
+
+module.build_network = build_after_signals
+runpy.run_module("cenet", run_name="__main__", alter_sys=True)
+"""
 
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_signal_while_a_command_starts(tmp_path, times):
     """There is nothing to save, and a job script that tries again on 75 must."""
-    command = [sys.executable, "-m", "cenet", "train", "digits_ce", *SMALL]
     folder = tmp_path / "run"
-    with subprocess.Popen([*command, "--out", str(folder)], stderr=subprocess.PIPE,
-                          stdout=subprocess.DEVNULL, text=True) as process:  # fmt: skip
-        while process.poll() is None and not folder.exists():  # it is made before the network is
-            time.sleep(0.005)
-        for _ in range(times):
-            process.send_signal(signal.SIGTERM)
-        said = process.communicate(timeout=60)[1]
+    command = [sys.executable, "-c", SIGNALLED.format(times=times), "train", "digits_ce", *SMALL]
+    process = subprocess.run(
+        [*command, "--out", str(folder)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
+        text=True,
+    )  # fmt: skip
+    said = process.stderr
     assert process.returncode == 75
     assert said == "interrupted; the same command with --resume auto goes on\n"
     assert not checkpoint.checkpoints(folder)
@@ -491,6 +505,20 @@ def test_channels_are_watched_without_a_trace_and_resumed(tmp_path):
     assert len({row["layer"] for row in rows}) == 6
     assert sorted({int(row["step"]) for row in rows}) == [0, 2, 4, 6, 8, 10]
     assert all(0 <= float(row["lambda"]) <= 1 for row in rows)
+
+
+def test_a_row_that_is_gone_is_named(tmp_path, capsys):
+    trainer(TINY, tmp_path, few_digits()).run()
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text(lines[0] + "\n" + lines[1][:-9])
+    capsys.readouterr()
+    again = trainer(TINY, tmp_path, few_digits())
+    again.resume()
+    again.run()
+    said = capsys.readouterr().out
+    assert "metrics.jsonl has no row of epoch 2 (cut off or removed); the run goes on\n" in said
+    assert "epoch 1" not in said.split(";")[0]
 
 
 def test_rows_of_another_version_are_kept_and_the_run_goes_on(tmp_path):

@@ -171,7 +171,10 @@ def test_the_first_layer_that_is_not_finite_is_named():
     ("arguments", "message"),
     [
         (("train", "digits_c"), "'digits_c' is not a recipe (did you mean digits_ce"),
-        (("train", "digits_ce", "--lr", "-1"), "lr=-1.0 must be at least"),
+        (("train", "digits_ce", "--lr", "-1"), "lr=-1.0 must be at least 1e-12, and finite"),
+        (("train", "digits_ce", "--lr", "inf"), "lr=inf must be at least 1e-12, and finite"),
+        (("train", "digits_ce", "--lr", "nan"), "lr=nan must be at least 1e-12, and finite"),
+        (("train", "digits_ce", "--momentum", "nan"), "momentum=nan must be 0 to 0.999999"),
         (("train", "digits_ce", "--log-every", "0"), "log_every=0 must be at least 1"),
         (("train", "digits_ce", "--blok", "ce"), "Perhaps you meant"),
         (("train", "vgg16_ce"), "cifar10 is not built in; say where it is with --data FOLDER"),

@@ -176,7 +176,10 @@ def channel_importance(
     0 if nothing changes, never negative, and not in steps of one image as accuracy is.
 
     Args:
-        model, batches, layer, report: as in `cumulative_ablation`; one run per channel.
+        model: as in `cumulative_ablation`.
+        batches: as in `cumulative_ablation`; they run once for each channel.
+        layer: as in `cumulative_ablation`.
+        report: as in `cumulative_ablation`.
     """
     _check(model, batches)
     ablation = Ablation(model)

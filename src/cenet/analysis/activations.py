@@ -79,7 +79,8 @@ class ActivationObserver(TorchDispatchMode):
     Feature channels are those of 4-D maps of more than one pixel; gates and heads are left out. A
     site is named after the innermost running module: `layer1.0.act1`, or `layer1.0.relu` for a
     function called in `layer1.0`; the second call in a pass adds `#2`. Our CUDA operators that
-    contain an activation run a second time without it, to compute the input of `before`.
+    contain an activation run a second time without it, to compute the input of `before`; those that
+    merge ranks run without it and it follows, because other ranks may not be observed.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -171,11 +172,19 @@ class ActivationObserver(TorchDispatchMode):
         return ATEN_ACTIVATIONS.get(name), x
 
     def _fused(self, func: Any, args: tuple[Any, ...]) -> Any:
-        call = ops.CALLS[func](*args)
+        record = ops.CALLS[func]
+        ranks = args[len(record._fields) :]
+        call = record._make(args[: len(record._fields)])
         site = None if call.act == "none" else self._site(call.act, call.x)
-        if site is not None:
-            self.before(site, _first(func(*call.before_activation())))
-        result = func(*args)
+        if site is not None and ranks:
+            # a second call would wait for ranks that nobody observes
+            before, *rest = func(*call._replace(act="none"), *ranks)
+            self.before(site, before)
+            result = (_activated(before, call.act, call.slope), *rest)
+        else:
+            if site is not None:
+                self.before(site, _first(func(*call.before_activation())))
+            result = func(*args)
         if self.readers is not None:
             self.readers.fused(None if site is None else site.name, call.x, args[1:])
         if site is not None:
@@ -278,6 +287,14 @@ class ActivationObserver(TorchDispatchMode):
 
 def _first(result: Tensor | tuple[Tensor, ...]) -> Tensor:
     return result if isinstance(result, Tensor) else result[0]
+
+
+def _activated(x: Tensor, act: str, slope: float) -> Tensor:
+    """The activation that an operator calls `act`."""
+    if act == "relu":
+        return nn.functional.relu(x)
+    activation = {"leaky_relu": nn.functional.leaky_relu, "elu": nn.functional.elu}[act]
+    return activation(x, slope)
 
 
 def _is_norm(module: nn.Module) -> bool:

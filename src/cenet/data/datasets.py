@@ -7,11 +7,13 @@ what a network trained on it keeps.
 import re
 from collections.abc import Sequence
 from hashlib import blake2b
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import interpolate
 
 from cenet.data.decoding import decode, read, read_all
 from cenet.data.parquet import parquet_images
@@ -20,7 +22,7 @@ from cenet.data.tar_shards import tar_images
 from cenet.extras import require
 from cenet.files import check_regular
 
-Dataset = Literal["imagenet", "tinyimagenet", "cifar10", "digits"]
+Dataset = Literal["imagenet", "tinyimagenet", "cifar10", "digits", "folder"]
 CorruptionTo = Literal["other", "any"]
 Augment = Literal["none", "crop_flip", "imagenet", "imagenet_colour", "imagenet_colour_released"]
 TRAIN = ("train",)
@@ -63,11 +65,16 @@ class InputSpec(NamedTuple):
         classes: names of the classes in the order of the logits.
         mean: mean of each channel, for values from 0 to 255.
         std: standard deviation of each channel.
+        normalization: where mean and standard deviation come from, in words.
+        in_memory: whether training images were held in memory, and tested as they are; of files the
+            middle is tested.
     """
 
     classes: tuple[str, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    normalization: str = ""
+    in_memory: bool = False
 
     @property
     def channels(self) -> int:
@@ -80,15 +87,29 @@ class InputSpec(NamedTuple):
 
     def as_dict(self) -> dict[str, Any]:
         """The fields, in types of JSON."""
-        return {name: list(values) for name, values in self._asdict().items()}
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in self._asdict().items()
+        }
+
+    def agrees_with(self, values: dict[str, Any]) -> bool:
+        """Whether `as_dict` of a network with the same classes and normalization gave `values`."""
+        own = self.as_dict()
+        return all(own[name] == values.get(name) for name in ("classes", "mean", "std"))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "InputSpec":
-        """The input spec that `as_dict` wrote; TypeError if values have other types."""
-        found = cls(*(tuple(values[name]) for name in cls._fields))
+        """The input spec that `as_dict` wrote; KeyError, TypeError or ValueError if it is not."""
+        classes, mean, std = (tuple(values[name]) for name in ("classes", "mean", "std"))
+        # earlier versions did not write it, and only images in memory had statistics of their own
+        in_memory = values.get("in_memory", (mean, std) != (FILES_MEAN, FILES_STD))
+        found = cls(classes, mean, std, str(values.get("normalization", "")), bool(in_memory))
         numbers = all(type(value) is float for value in (*found.mean, *found.std))
         if not numbers or not all(type(name) is str for name in found.classes):
             raise TypeError("classes are names, and mean and std are numbers")
+        usable = all(map(isfinite, mean)) and all(0 < value < inf for value in std)
+        if not usable or not 0 < len(mean) == len(std):
+            raise ValueError(f"mean={mean} and std={std} need a value for each channel, std > 0")
         return found
 
 
@@ -143,6 +164,10 @@ class DataSettings(Protocol):
         """Classes that those labels are drawn from."""
 
     @property
+    def in_colour(self) -> bool:
+        """Whether images of one channel are repeated to have three."""
+
+    @property
     def epochs(self) -> int:
         """Passes over the training images."""
 
@@ -166,7 +191,8 @@ def is_for_files(augment: Augment) -> bool:
 def digest(data: Split) -> str:
     """A digest of images and labels that does not depend on the folder of the files.
 
-    Of image files, it has the names of all and, behind a colon, marks of the contents of a sample.
+    Of image files, it has the names of all and, behind a colon for each set, marks of the contents
+    of a sample.
     """
     found, marks = blake2b(digest_size=16), ""
     for part in data:
@@ -174,10 +200,10 @@ def digest(data: Split) -> str:
         if isinstance(part, Encoded):
             found.update("".join(f"{key}|" for key in part.source.names()).encode())
             places = sample(len(part.source))
-            marks += "".join(mark(read(part.source, place)) for place in places)
+            marks += ":" + "".join(mark(read(part.source, place)) for place in places)
         else:
             found.update(part.images.contiguous().numpy().data)
-    return f"{found.hexdigest()}:{marks}" if marks else found.hexdigest()
+    return found.hexdigest() + marks
 
 
 def load(recipe: DataSettings, folder: Path | None) -> Split:
@@ -224,7 +250,7 @@ def _load_train(recipe: DataSettings, folder: Path | None) -> Resident | Encoded
         return _load(recipe, folder).train
     check_place(folder)
     if (folder / CIFAR10_FOLDER).is_dir():
-        return _cifar10(folder, train=True)
+        return _fitted(_cifar10(folder, train=True), recipe)
     train = find_part(folder, TRAIN)
     if train is None:
         raise ValueError(f"{folder} must have the folder train, or train-*.tar, or train-*.parquet")
@@ -243,12 +269,14 @@ def _load(recipe: DataSettings, folder: Path | None) -> Split:
     if recipe.dataset == "digits":
         if folder is not None:
             raise ValueError(f"the digits dataset is built in; remove --data {folder}")
-        return digits()
+        return _fitted_split(digits(), recipe)
     if folder is None:
-        raise ValueError(f"{recipe.dataset} is not built in; say where it is with --data FOLDER")
+        what = "it is" if recipe.dataset != "folder" else "the images are"
+        name = "" if recipe.dataset == "folder" else f"{recipe.dataset} is not built in; "
+        raise ValueError(f"{name}say where {what} with --data FOLDER")
     check_place(folder)
     if (folder / CIFAR10_FOLDER).is_dir():
-        return cifar10(folder)
+        return _fitted_split(cifar10(folder), recipe)
     return image_folders(folder, recipe.image_size, resident=_is_resident(recipe))
 
 
@@ -270,6 +298,29 @@ def digits() -> Split:
     return Split(
         Resident(images[train], labels[train], names), Resident(images[test], labels[test], names)
     )
+
+
+def _fitted_split(split: Split, recipe: DataSettings) -> Split:
+    return Split(*(_fitted(part, recipe) for part in split if isinstance(part, Resident)))
+
+
+def _fitted(data: Resident, recipe: DataSettings) -> Resident:
+    """Images in memory with the size and the channels that the network takes."""
+    images, size = data.images, recipe.image_size
+    if images.shape[-1] != size:
+        if images.shape[0] * images.shape[1] * size * size > FITS:
+            raise ValueError(
+                f"{len(images)} images of {size}×{size} are more than the {FITS // 2**30} GiB that "
+                "are held in memory; lower --image-size, or give the images as files"
+            )
+        parts = (
+            interpolate(part.float(), size=(size, size), mode="bilinear", antialias=True)
+            for part in torch.split(images, 1000)
+        )
+        images = torch.cat([part.round().clamp(0, 255).to(torch.uint8) for part in parts])
+    if recipe.in_colour and images.shape[1] == 1:
+        images = images.repeat(1, 3, 1, 1)
+    return data._replace(images=images)
 
 
 def cifar10(folder: Path) -> Split:
@@ -476,7 +527,7 @@ def input_spec_of(train: Resident | Encoded, device: torch.device | None = None)
     the statistics of ImageNet.
     """
     if isinstance(train, Encoded):
-        return InputSpec(train.classes, FILES_MEAN, FILES_STD)
+        return InputSpec(train.classes, FILES_MEAN, FILES_STD, "of ImageNet")
     # histograms of integers, so that the sums are exact
     values = train.images.to(device).transpose(0, 1).flatten(1)
     count = values.shape[1]
@@ -486,4 +537,7 @@ def input_spec_of(train: Resident | Encoded, device: torch.device | None = None)
     mean = (histogram @ levels.to(histogram.dtype)).double() / count
     square = (histogram.double() * (levels - mean[:, None]).square()).sum(1) / count
     std = square.sqrt().clamp_min(1)
-    return InputSpec(train.classes, tuple(mean.float().tolist()), tuple(std.float().tolist()))
+    return InputSpec(
+        train.classes, tuple(mean.float().tolist()), tuple(std.float().tolist()),
+        "measured on the training images", in_memory=True,
+    )  # fmt: skip

@@ -18,15 +18,16 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".
 NAMES_FILES = ("classes.txt", "classnames.txt")
 
 
-# images whose contents are compared when a run is resumed
-SAMPLE = 64
+# images of training, and of the test, whose contents are compared when a run is resumed
+SAMPLE = 256
 MARK = 4  # bytes of the digest of one of them
 REPAIRED = 1 / 8  # share of them that may have changed: damaged files are repaired
 
 
-def sample(count: int) -> range:
-    """The numbers of at most `SAMPLE` of `count` images, evenly spaced."""
-    return range(0, count, max(1, -(-count // SAMPLE)))
+def sample(count: int) -> list[int]:
+    """The numbers of all of `count` images, or of `SAMPLE` of them, evenly spaced."""
+    chosen = min(count, SAMPLE)
+    return [place * count // chosen for place in range(chosen)]
 
 
 def mark(content: bytes) -> str:
@@ -35,17 +36,24 @@ def mark(content: bytes) -> str:
 
 
 def are_same_images(before: str, now: str) -> bool:
-    """Whether two digests, names and marks with a colon between, are of the same images.
+    """Whether two digests are of the same images: names, and behind colons the marks of each set.
 
-    Digests of earlier versions have no marks.
+    Digests of earlier versions have fewer marks or none, and their names decide; or the marks of
+    all sets are one text.
     """
-    names, marks = zip(before.partition(":")[::2], now.partition(":")[::2], strict=True)
-    if names[0] != names[1] or not all(marks):
-        return names[0] == names[1]
+    (names, *old), (names_now, *new) = before.split(":"), now.split(":")
+    if names != names_now or len("".join(old)) < len("".join(new)):
+        return names == names_now
+    if len(old) == 1:
+        new = ["".join(new)]
+    return len(old) == len(new) and all(map(_are_same_marks, old, new))
+
+
+def _are_same_marks(before: str, now: str) -> bool:
     step = 2 * MARK  # letters
-    pairs = [[text[at : at + step] for text in marks] for at in range(0, len(marks[1]), step)]
-    changed = sum(one != other for one, other in pairs)
-    return len(marks[0]) == len(marks[1]) and changed <= REPAIRED * len(pairs)
+    places = range(0, len(now), step)
+    changed = sum(before[at : at + step] != now[at : at + step] for at in places)
+    return len(before) == len(now) and changed <= REPAIRED * len(places)
 
 
 class Source(Protocol):

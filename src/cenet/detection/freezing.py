@@ -7,10 +7,11 @@ from torch import Tensor, nn
 from torchvision.ops import FrozenBatchNorm2d
 
 from cenet import functional as F
+from cenet.messages import Layout
 from cenet.nn import NormCE2d, ce_layers, convert_sync_ce
 from cenet.nn.norms import BATCH_NORMS, affine, uses_batch_statistics
 from cenet.nn.ranks import SyncGroup, gather
-from cenet.nn.statistics import Layout, merge, message
+from cenet.nn.statistics import merge, message
 
 Setting = Literal["frozen", "synchronized", "scratch"]
 # stages of a ResNet from the last to the first, as torchvision counts trainable layers

@@ -80,11 +80,13 @@ def train(job: DetectionJob, clock: Clock | None = None) -> dict[str, Any]:
         clock.enter(DATA)
         data = load(job.recipe, job.data)
         clock.enter(NETWORK)
+        parts = {part.name: part for part in data}  # train and test may be the same
         if own.is_first:
-            parts = {part.name: part for part in data}  # train and test may be the same
             print(*(part.report() for part in parts.values()), sep="\n", flush=True)
+        trainer = DetectionTrainer(job.recipe, data, job.options, own, job.checkpoint)
+        if own.is_first:  # a start that is refused leaves no file
             write_left_out(job.options.out / LEFT_OUT, parts)
-        return DetectionTrainer(job.recipe, data, job.options, own, job.checkpoint)
+        return trainer
 
     return run_loop(build, job.options, job.device, clock)
 

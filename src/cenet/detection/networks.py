@@ -145,7 +145,10 @@ def detector(
 
     Args:
         kind: mask_rcnn or faster_rcnn.
-        backbone, setting, trainable_layers, checkpoint: as in `ce_fpn_backbone`.
+        backbone: name of the network, as in `ce_fpn_backbone`.
+        setting: as in `ce_fpn_backbone`.
+        trainable_layers: as in `ce_fpn_backbone`.
+        checkpoint: as in `ce_fpn_backbone`.
         num_classes: number of classes, including the background, which is class 0.
         small: make pyramid and heads narrow, and proposals few and small.
         backbone_args: arguments of `cenet.models.create_model`.

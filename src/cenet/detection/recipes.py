@@ -7,6 +7,7 @@ from typing_extensions import override
 
 from cenet.detection.freezing import Setting
 from cenet.detection.networks import Detector
+from cenet.formatting import nearest
 from cenet.train.recipes import (
     INFINITY,
     RANGES,
@@ -14,7 +15,6 @@ from cenet.train.recipes import (
     Ranges,
     Schedule,
     TrainingRecipe,
-    nearest,
 )
 
 Backbone = Literal["resnet18", "resnet50", "resnet101", "ceresnet18", "ceresnet50", "ceresnet101"]

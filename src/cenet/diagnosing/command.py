@@ -240,6 +240,8 @@ def _training_with_ce(loaded: LoadedNetwork) -> str | None:
     if loaded.run is None:
         return None
     recipe, _ = loaded.run
+    if recipe.stock:
+        return f"cenet train finetune --model {recipe.network} --weights {loaded.name}"
     wanted = ("network", "dataset", "norm", "act")
     for name, other in RECIPES.items():
         same = all(getattr(other, field) == getattr(recipe, field) for field in wanted)

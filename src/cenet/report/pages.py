@@ -16,7 +16,7 @@ import cenet.report.channels as channels
 import cenet.report.layers as layers
 import cenet.report.tables as tables
 from cenet.analysis.diagnosis import FILE, Diagnosis
-from cenet.files import harmless, replace_file
+from cenet.files import harmless, make_folder, replace_file
 from cenet.formatting import count, show
 from cenet.report.charts import DARK, LIGHT, MARKS, STYLE, standalone
 from cenet.report.curves import training_figures, watched_figures
@@ -27,6 +27,10 @@ from cenet.version import VERSION
 LOOKS = (
     "Grad-CAM: red marks the evidence for the class that the caption names. Where prediction and "
     "label differ, it says for which of them."
+)
+NOT_DIAGNOSED = (
+    "has no diagnosis, so that the page says nothing about its channels; `cenet diagnose RUN` "
+    "measures them"
 )
 THEME = """const root = document.documentElement, button = document.getElementById("theme");
 const dark = () => root.dataset.theme ? root.dataset.theme === "dark"
@@ -117,6 +121,7 @@ def build_page(
         tables.facts(sources),
         tuple(section for section in sections if section),
         tuple(printable(paragraph) for paragraph in lead),
+        tuple(f"{source.name} {NOT_DIAGNOSED}." for source in sources if not source.diagnosis),
         verdicts=tables.verdicts(sources),
         kind=kind,
     )
@@ -148,8 +153,7 @@ def page_path(out: Path | str) -> Path:
 
 def save_page(page: Page, path: Path) -> Path:
     """Write the figures first and then the page, so that an existing page is complete."""
-    folder = path.with_name(f"{path.stem}_files")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = make_folder(path.with_name(f"{path.stem}_files"))
     for section in page.sections:
         for figure in section.figures:
             for name, content in _files(figure):

@@ -142,13 +142,13 @@ def _metrics(
     if not path.is_file():
         return ()
     rows: list[dict[str, Any]] = [_printable_json(row) for row in read_metrics(path)]
-    for number, row in enumerate(rows, start=1):
+    for row in rows:
         problems = (
             *(_problem(row, name, int) for name in counts),
             *(_problem(row, name, float) for name in columns if row.get(name) is not None),
         )
         for problem in filter(None, problems):
-            raise ValueError(f"{path}, line {number}, is not a row of {author}: {problem}")
+            raise ValueError(f"{path}: epoch {row['epoch']} is not a row of {author}: {problem}")
     return tuple(rows)
 
 

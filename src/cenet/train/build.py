@@ -2,28 +2,31 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
+from inspect import signature
 from typing import Any
 
 import timm.loss
 import torch
 from timm.data.mixup import Mixup
 from timm.layers.norm_act import convert_sync_batchnorm
-from timm.optim import create_optimizer_v2  # type: ignore[attr-defined]
+from timm.optim import (  # type: ignore[attr-defined]
+    create_optimizer_v2,
+    get_optimizer_class,
+)
+from timm.scheduler import create_scheduler_v2  # type: ignore[attr-defined]
 from timm.scheduler.cosine_lr import CosineLRScheduler
 from timm.scheduler.multistep_lr import MultiStepLRScheduler
 from timm.scheduler.poly_lr import PolyLRScheduler
 from timm.scheduler.scheduler import Scheduler
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cenet.data.datasets import InputSpec
-from cenet.nn import ce_layers, convert_sync_ce
+from cenet.nn import ce_layers, convert_sync_ce, param_groups
 from cenet.ops import backend
 from cenet.train.recipes import Recipe, TrainingRecipe
 
 PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-# λ and α, which the paper does not decay
-UNDECAYED = ("mix_logit", "blend")
 
 
 def check_size(network: nn.Module, recipe: Recipe, inputs: InputSpec) -> None:
@@ -32,11 +35,20 @@ def check_size(network: nn.Module, recipe: Recipe, inputs: InputSpec) -> None:
     shadow = deepcopy(network).to("meta").train()  # computes shapes only
     try:
         with backend("torch"):  # the kernels do not run on meta tensors
-            shadow(torch.empty(2, inputs.channels, size, size, device="meta"))
-    except (ValueError, RuntimeError) as error:
+            logits = shadow(torch.empty(2, inputs.channels, size, size, device="meta"))
+    # timm's networks of fixed size have assertions
+    except (ValueError, RuntimeError, AssertionError) as error:
         raise ValueError(
-            f"{recipe.network} cannot train on images of {size}×{size}: {error}; raise --image-size"
+            f"{recipe.network} cannot train on images of {size}×{size}: {error}; "
+            f"{'change' if recipe.stock else 'raise'} --image-size"
         ) from error
+    wanted = (2, len(inputs.classes))
+    if not isinstance(logits, Tensor) or logits.shape != wanted:
+        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise ValueError(
+            f"{recipe.network} is not a classifier that can be trained here: for two images it "
+            f"returns {found} in training, and not logits of shape {wanted}"
+        )
 
 
 def synchronized(network: nn.Module, device: torch.device) -> nn.Module:
@@ -53,27 +65,31 @@ def synchronized(network: nn.Module, device: torch.device) -> nn.Module:
 def build_optimizer(
     recipe: TrainingRecipe, model: nn.Module, *, images_per_update: int
 ) -> Optimizer:
-    """SGD on all parameters that require a gradient, with the learning rate for this batch size."""
-    decayed: list[nn.Parameter] = []
-    spared: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        spare = name.rpartition(".")[2] in UNDECAYED or (
-            not recipe.decay_norms and parameter.dim() <= 1
-        )
-        (spared if spare else decayed).append(parameter)
-    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": spared, "weight_decay": 0.0}]
+    """The optimizer of all parameters that require a gradient, at the rate for this batch size."""
+    groups = param_groups(model, recipe.weight_decay, decay_norms=recipe.decay_norms)
+    on_gpu = groups[0]["params"][0].is_cuda
     optimizer: Optimizer = create_optimizer_v2(
-        [group for group in groups if group["params"]],
-        "momentum",  # timm's "sgd" is Nesterov's
+        groups,
+        recipe.opt,
         lr=recipe.lr * images_per_update / recipe.lr_batch,
         weight_decay=recipe.weight_decay,
         momentum=recipe.momentum,
-        # a single kernel, which a CUDA graph can contain
-        fused=(decayed or spared)[0].is_cuda,
+        **dict.fromkeys(options_of_graphs(recipe.opt), on_gpu),
     )
     return optimizer
+
+
+def options_of_graphs(name: str) -> set[str]:
+    """Arguments with which an optimizer keeps all of its state on the GPU, as CUDA graphs need it.
+
+    Those of torch have them: SGD is fused, others are capturable. Empty for timm's own.
+    """
+    kind: Any = get_optimizer_class(name, bind_defaults=False)
+    if issubclass(kind, torch.optim.SGD):
+        return {"fused"}
+    arguments = set(signature(kind).parameters)
+    is_of_torch = kind.__module__.startswith("torch.") and "capturable" in arguments
+    return arguments & {"fused", "capturable"} if is_of_torch else set()
 
 
 def build_schedule(
@@ -91,7 +107,19 @@ def build_schedule(
         return MultiStepLRScheduler(optimizer, steps, recipe.gamma, **shared)
     if recipe.schedule == "cosine":
         return CosineLRScheduler(optimizer, total, **shared)
-    return PolyLRScheduler(optimizer, total, power=recipe.power, **shared)
+    if recipe.schedule == "poly":
+        return PolyLRScheduler(optimizer, total, power=recipe.power, **shared)
+    found: Scheduler | None
+    try:
+        found, _ = create_scheduler_v2(
+            optimizer, recipe.schedule, total, warmup_epochs=warmup, warmup_lr=0.0,
+            step_on_epochs=False, updates_per_epoch=1,
+        )  # fmt: skip
+    except ValueError as error:
+        raise ValueError(f"schedule={recipe.schedule} cannot be used: {error}") from error
+    if found is None:  # timm before 1.0.31 does not know all of them
+        raise ValueError(f"this version of timm has no schedule {recipe.schedule}; use cosine")
+    return found
 
 
 def build_loss(recipe: Recipe) -> nn.Module:

@@ -30,6 +30,7 @@ Tensors = dict[str, Tensor]
 
 KEPT = 2  # checkpoints of a run
 PATTERN = "step-*.safetensors"
+GROUP = "group "  # before the number of a group of an optimizer's parameters
 
 
 class DamagedCheckpoint(ValueError):
@@ -132,7 +133,10 @@ def module_state(module: nn.Module) -> Tensors:
 
 
 def optimizer_state(optimizer: Optimizer) -> tuple[Tensors, Metadata]:
-    """Tensors of an optimizer by `INDEX.NAME`, and everything else as metadata."""
+    """Tensors of an optimizer by `INDEX.NAME`, and everything else as metadata.
+
+    Tensors of a group (LAMB counts its steps there) are named `group INDEX.NAME`.
+    """
     state = optimizer.state_dict()
     tensors: Tensors = {}
     rest: dict[str, Metadata] = {}
@@ -142,7 +146,12 @@ def optimizer_state(optimizer: Optimizer) -> tuple[Tensors, Metadata]:
                 tensors[f"{index}.{name}"] = value
             else:
                 rest.setdefault(str(index), {})[name] = value
-    return tensors, {"groups": state["param_groups"], "rest": rest}
+    groups: list[Metadata] = []
+    for number, group in enumerate(state["param_groups"]):
+        own = {name: value for name, value in group.items() if isinstance(value, Tensor)}
+        tensors |= with_prefix(f"{GROUP}{number}", own)
+        groups.append({name: value for name, value in group.items() if name not in own})
+    return tensors, {"groups": groups, "rest": rest}
 
 
 def load_optimizer_(optimizer: Optimizer, tensors: Tensors, metadata: Metadata) -> None:
@@ -150,10 +159,14 @@ def load_optimizer_(optimizer: Optimizer, tensors: Tensors, metadata: Metadata) 
     state: dict[int, dict[str, Any]] = {
         int(index): dict(values) for index, values in metadata["rest"].items()
     }
+    groups = [dict(group) for group in metadata["groups"]]
     for key, value in tensors.items():
         index, _, name = key.partition(".")
-        state.setdefault(int(index), {})[name] = value
-    optimizer.load_state_dict({"state": state, "param_groups": metadata["groups"]})
+        if index.startswith(GROUP):
+            groups[int(index.removeprefix(GROUP))][name] = value
+        else:
+            state.setdefault(int(index), {})[name] = value
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
     for parameter, values in optimizer.state.items():
         for name, value in values.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape:

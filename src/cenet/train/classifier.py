@@ -21,6 +21,7 @@ from cenet.distributed import Processes
 from cenet.formatting import percent
 from cenet.nn import ce_layers
 from cenet.run_folder import CONFIG, LAMBDA
+from cenet.surgery import ce_settings
 from cenet.train.build import (
     autocast,
     build_loss,
@@ -40,9 +41,11 @@ from cenet.train.loop import Batch, Loop
 from cenet.train.options import Options
 from cenet.train.recipes import Recipe
 from cenet.train.weights import (
+    Beginning,
     InitialWeights,
     build_network,
     load_initial_weights_,
+    load_pretrained_,
     write_config,
 )
 
@@ -62,6 +65,9 @@ class Trainer(Loop):
         options: Options,
         processes: Processes,
         weights: Path | None = None,
+        *,
+        pretrained: bool = False,
+        beginning: Beginning | None = None,
     ) -> None:
         """Build everything, on the device of this process.
 
@@ -70,7 +76,10 @@ class Trainer(Loop):
             data: training and test images.
             options: how the recipe runs.
             processes: rank, number and device of the processes.
-            weights: file of weights to start from; see `load_initial_weights_`.
+            weights: weights to start from; see `load_initial_weights_`.
+            pretrained: start from those of timm or torchvision.
+            beginning: what a stock network starts from; by default the statistics of the training
+                images, and CE at the default sites.
         """
         device = processes.device
         if options.cuda_graphs and (found := capture_problem(recipe, device, processes.world)):
@@ -78,7 +87,13 @@ class Trainer(Loop):
         with ThreadPoolExecutor(1) as beside:
             digested = beside.submit(digest, data)
             inputs = input_spec_of(data.train, device)
-            network, self.initial = _network(recipe, inputs, device, weights)
+            ce = None
+            if beginning is not None:
+                _, mean, std, source, ce = beginning
+                inputs = inputs._replace(mean=mean, std=std, normalization=source)
+            seed_everything(seed_of("weights", recipe.seed))
+            network = build_network(recipe, inputs, ce)
+            network, self.initial = _started(network, recipe, inputs, device, weights, pretrained)
         layout = torch.channels_last if options.channels_last else torch.contiguous_format
         super().__init__(
             recipe, network.to(memory_format=layout), inputs, options, processes,
@@ -142,7 +157,8 @@ class Trainer(Loop):
     @override
     def metadata(self) -> dict[str, Any]:
         initial = None if self.initial is None else self.initial._asdict()
-        return {"decoding": self.loader.decoding, "initial": initial}
+        about = {"decoding": self.loader.decoding, "initial": initial}
+        return about | ({"ce": ce_settings(self.network)} if self.recipe.stock else {})
 
     @override
     def release(self) -> None:
@@ -216,16 +232,21 @@ class Trainer(Loop):
         return f"{images} loss {row['test_loss']:.4f}, top-1 {top1}"
 
 
-def _network(
-    recipe: Recipe, inputs: InputSpec, device: torch.device, weights: Path | None
+def _started(
+    network: nn.Module,
+    recipe: Recipe,
+    inputs: InputSpec,
+    device: torch.device,
+    weights: Path | None,
+    pretrained: bool,
 ) -> tuple[nn.Module, InitialWeights | None]:
     """The network at the start of a run, and the weights it started from unless they are random."""
-    seed_everything(seed_of("weights", recipe.seed))
-    network = build_network(recipe, inputs)
     check_size(network, recipe, inputs)
     initial = None
     if weights is not None:
         initial = load_initial_weights_(network, weights, len(inputs.classes))
+    elif pretrained:
+        initial = load_pretrained_(network, recipe.network, len(inputs.classes))
     network = network.to(device)
     return synchronized(network, device) if recipe.sync_ce else network, initial
 

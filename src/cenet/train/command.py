@@ -4,7 +4,7 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -35,7 +35,8 @@ def parse(arguments: list[str]) -> Job:
         arguments,
         lambda name: Job(find_recipe(name), Options(Path("runs") / name)),
         command="cenet train",
-        recipes=f"{len(RECIPES)}: `cenet recipes`",
+        recipes=f"{len(RECIPES)}: `cenet recipes`; finetune is for any network of timm or "
+        "torchvision: --model NAME --pretrained",
         example=EXAMPLE,
     )
 
@@ -75,17 +76,24 @@ def run(job: Job) -> None:
         images, note = "test", ""
         if share := job.recipe.holdout:
             images, note = "held-out", f"of training images held out by --holdout {share:g}; "
-        columns: dict[str, Callable[[float], str]] = {
-            "test_top1": lambda value: f"top-1 {percent(value, '.2f')}",
-            "test_top5": lambda value: f"top-5 {percent(value, '.2f')}",
-            "test_loss": lambda value: f"loss {value:.4f}",
-        }
-        # a row of another version may have others
-        known = [
-            words(row[name]) for name, words in columns.items() if isinstance(row.get(name), float)
-        ]
-        found = f"{images} {', '.join(known)}; {note}" if known else ""
+        found = f"{known}; {note}" if (known := results_in_words(row, images)) else ""
         print(f"epoch {row['epoch']}: {found}everything is in {job.options.out}")
+
+
+def results_in_words(results: Mapping[str, Any], images: str = "test") -> str:
+    """Accuracies and loss of a test: `test top-1 98.67 %, top-5 99.78 %, loss 0.0512`."""
+    columns: dict[str, Callable[[float], str]] = {
+        "test_top1": lambda value: f"top-1 {percent(value, '.2f')}",
+        "test_top5": lambda value: f"top-5 {percent(value, '.2f')}",
+        "test_loss": lambda value: f"loss {value:.4f}",
+    }
+    # a row of another version may have others
+    known = [
+        words(results[name])
+        for name, words in columns.items()
+        if isinstance(results.get(name), float)
+    ]
+    return f"{images} {', '.join(known)}" if known else ""
 
 
 def exit_with_reason(run: Callable[[], dict[str, Any]], out: Path) -> dict[str, Any]:

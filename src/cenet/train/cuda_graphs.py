@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cenet.train.build import options_of_graphs
 from cenet.train.recipes import Recipe
 
 EAGER_CALLS = 3
@@ -66,6 +67,11 @@ def capture_problem(recipe: Recipe, device: torch.device, world: int) -> str | N
         return f"--cuda-graphs needs a GPU, and this run is on {device.type}; remove it"
     if recipe.precision == "float16":
         return "--cuda-graphs cannot skip steps as float16 needs it; use --precision bfloat16"
+    if not options_of_graphs(recipe.opt):
+        return (
+            f"--cuda-graphs cannot hold --opt {recipe.opt}, whose state is on the host; use "
+            "momentum, nesterov, adam or adamw, or remove --cuda-graphs"
+        )
     if world > 1 and recipe.sync_ce:
         return f"--cuda-graphs cannot hold --sync-ce among {world} processes; use --compile"
     if world > 1 and recipe.accumulate > 1:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from traceback import clear_frames
@@ -16,13 +16,16 @@ import cenet.distributed as distributed
 import cenet.train.checkpoint as checkpoint
 from cenet.data.datasets import load, load_test
 from cenet.data.order import Shard
+from cenet.ops import start_gpu
 from cenet.run_folder import locked
 from cenet.train.options import Options, RunOptions
 from cenet.train.recipes import Recipe, read_run
 from cenet.train.times import DATA, LIBRARIES, NETWORK, Clock
 
 if TYPE_CHECKING:
+    from cenet.train.classifier import Trainer
     from cenet.train.loop import Loop
+    from cenet.train.weights import Beginning
 
 Device = Literal["auto", "cpu", "cuda"]
 SMALL = 32  # pixels
@@ -38,9 +41,11 @@ class Job:
         data: folder of the images: train/CLASS/* and test/CLASS/* (or val), train-*.tar and
             test-*.tar of WebDataset, train-*.parquet and test-*.parquet of the Hugging Face hub,
             or CIFAR-10 as torchvision stores it. The digits are built in.
-        weights: weights to start from instead of random ones: the folder of a finished run, or a
-            .safetensors or .pth file. It may be without CE, and of other classes. A run that is
-            resumed continues from its own checkpoint.
+        weights: weights to start from instead of random ones: the folder of a finished run or of
+            `cenet.save`, or a .safetensors or .pth file. They may be without CE, and of other
+            classes. A run that is resumed continues from its own checkpoint.
+        pretrained: with a stock network (the recipe finetune), start from the weights that timm or
+            torchvision have for it, which are downloaded.
         device: cpu, cuda, or auto for cuda where there is one.
     """
 
@@ -50,6 +55,7 @@ class Job:
     )
     data: Path | None = None
     weights: Path | None = None
+    pretrained: bool = False
     device: Device = "auto"
 
 
@@ -66,25 +72,88 @@ def train(job: Job, clock: Clock | None = None) -> dict[str, Any]:
     """
 
     clock = clock or Clock(LIBRARIES)
+    job, beginning = _settled(job)
 
     def build(own: distributed.Processes) -> "Loop":
-        # libraries take seconds to import, in which the images can be read
-        with ThreadPoolExecutor(1) as beside:
+        # libraries take seconds to import, in which images are read and the GPU is started
+        with ThreadPoolExecutor(2) as beside:
             reading = beside.submit(load, job.recipe, job.data)
+            has_ce = job.recipe.block not in ("plain", "se")
+            starting = beside.submit(start_gpu, own.device, kernels=has_ce)
             from cenet.train.classifier import Trainer
 
+            starting.result()
             clock.enter(DATA)
             data = reading.result()
         clock.enter(NETWORK)
-        goes_on = job.options.resume == "auto" and checkpoint.checkpoints(job.options.out)
-        trainer = Trainer(job.recipe, data, job.options, own, None if goes_on else job.weights)
-        if trainer.initial is not None and own.is_first:
-            print(trainer.initial)
+        is_new = not _goes_on(job)
+        trainer = Trainer(
+            job.recipe, data, job.options, own, job.weights if is_new else None,
+            pretrained=job.pretrained and is_new, beginning=beginning,
+        )  # fmt: skip
+        if own.is_first:
+            for line in _first_words(trainer, is_new=is_new):
+                print(line)
         return trainer
 
     if job.options.threads is None and job.recipe.image_size < SMALL:
         torch.set_num_threads(1)
     return run_loop(build, job.options, job.device, clock)
+
+
+def _goes_on(job: Job) -> bool:
+    return job.options.resume == "auto" and bool(checkpoint.checkpoints(job.options.out))
+
+
+def _settled(job: Job) -> "tuple[Job, Beginning | None]":
+    """The job with the image size of its network, unless it has its own, and what that says.
+
+    Raises:
+        ValueError: weights that exclude each other, or no such network.
+    """
+    if job.pretrained and job.weights is not None:
+        raise ValueError(f"--weights {job.weights} and --pretrained exclude each other")
+    if not job.recipe.stock:
+        if job.pretrained:
+            raise ValueError(
+                f"--pretrained is for networks of timm and torchvision, and {job.recipe.network} "
+                "is one of the paper; use the recipe finetune, or --weights FILE"
+            )
+        return job, None
+    from cenet.train.weights import find_beginning
+
+    run = job.options.out if _goes_on(job) else None
+    beginning = find_beginning(job.recipe, job.weights, run)
+    recipe = replace(job.recipe, image_size=job.recipe.image_size or beginning.size)
+    return replace(job, recipe=recipe), beginning
+
+
+def _first_words(trainer: "Trainer", *, is_new: bool) -> Iterator[str]:
+    """What a run begins with, in words."""
+    recipe, inputs = trainer.recipe, trainer.inputs
+    if trainer.initial is not None:
+        yield str(trainer.initial)
+    elif recipe.stock and is_new:
+        yield (
+            f"{recipe.network} begins with random weights; --pretrained or --weights FILE for "
+            "trained ones"
+        )
+        if recipe.ce_start == "identity" and recipe.block != "plain":
+            yield (
+                "CE that starts as the identity hardly moves in a network of random weights; use "
+                "--ce-start paper to train from scratch"
+            )
+    if recipe.stock:
+        yield (
+            f"images of {recipe.image_size}×{recipe.image_size}, normalized by mean and deviation "
+            f"{inputs.normalization}"
+        )
+        images = recipe.batch_size * recipe.accumulate * trainer.processes.world
+        yield (
+            f"learning rate {recipe.lr * images / recipe.lr_batch:g} after the warm-up "
+            f"({recipe.lr:g} × {images} images of an update / {recipe.lr_batch}), "
+            f"{trainer.updates_per_epoch} updates an epoch"
+        )
 
 
 def run_loop(
@@ -126,6 +195,9 @@ def _run(
         said = loop.resume()
         if said and own.is_first:
             print(said)
+    said = loop.recipe.about_warmup()
+    if said and own.is_first:
+        print(said)
     return loop.run()
 
 

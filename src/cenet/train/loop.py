@@ -31,6 +31,7 @@ from cenet.train.times import (
     Clock,
     Waits,
     in_words,
+    show_speed,
     start_in_words,
 )
 from cenet.train.weights import write_weights
@@ -59,7 +60,7 @@ class Loop(RunState, ABC):
         super().__init__(*args, **kwargs)
         self.clock = Clock()
         self.waits = Waits(self.processes.device)
-        self.run_log = RunLog(self.options.out)
+        self.run_log = RunLog(self.options.out, self.options.log_to)
         self.progress = TrainingProgress(
             shown=self.processes.is_first, epochs=self.recipe.epochs, steps=self.shard.steps
         )
@@ -241,7 +242,7 @@ class Loop(RunState, ABC):
         parts = (
             f"loss {sums[0] / sums[-1]:.4f}",
             self.note(sums),
-            f"{speed:.{0 if speed >= 10 else 2}f} images/s",
+            f"{show_speed(speed)} images/s",
         )
         self.progress.step(position.epoch, position.step, ", ".join(filter(None, parts)))
 

@@ -1,8 +1,11 @@
 """Options of a run that do not belong to its recipe: folders, checkpoints, worker processes."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
+
+Service = Literal["wandb", "mlflow"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,8 @@ class RunOptions:
             finite, and a terminal shows it. On a CPU every update is looked at.
         threads: CPU threads; by default torch's own number, or 1 for images of fewer than 32
             pixels, where threads would mostly wait for each other.
+        log_to: send the metrics to Weights & Biases or MLflow, too. TensorBoard's files are always
+            written where it is installed.
     """
 
     out: Path
@@ -33,6 +38,7 @@ class RunOptions:
     checkpoint_seconds: float = 0.0
     log_every: int = 50
     threads: int | None = None
+    log_to: Service | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError for numbers out of range."""
@@ -48,6 +54,8 @@ class RunOptions:
                 raise ValueError(f"{name}={value} must be at least {least}, and finite")
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads={self.threads} must be at least 1")
+        if self.log_to is not None and find_spec(self.log_to) is None:
+            raise ValueError(f"{self.log_to} is not installed; pip install {self.log_to}")
 
 
 @dataclass(frozen=True)

@@ -4,22 +4,26 @@ A recipe holds every setting that changes a number. Folders, device and worker p
 part of it: those are `RunOptions`. A run writes its recipe into run.json, and `read_run` reads it.
 """
 
+import sys
 from dataclasses import MISSING, asdict, dataclass, fields, replace
-from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
+import tyro
 from typing_extensions import override
 
 from cenet.data.datasets import Augment, CorruptionTo, Dataset, InputSpec
 from cenet.files import read_json
+from cenet.formatting import nearest, percent
 from cenet.run_folder import ABOUT
 
-Schedule = Literal["step", "cosine", "poly"]
+Schedule = Literal["step", "cosine", "poly", "tanh", "wsd", "rsqrt", "constant"]
 Precision = Literal["float32", "bfloat16", "float16"]
 Ranges = tuple[tuple[str, float, float], ...]
 R = TypeVar("R", bound="TrainingRecipe")
 INFINITY = float("inf")
+LARGEST = sys.float_info.max  # files may hold whole numbers beyond it
 RANGES: Ranges = (
     ("epochs batch_size accumulate lr_batch", 1, INFINITY),
     ("lr", 1e-12, INFINITY),
@@ -34,6 +38,9 @@ Act = Literal["default", "relu", "elu", "leaky_relu"]
 CEStart = Literal["paper", "identity"]
 NormPlaces = Literal["all", "published"]
 RD_RATIO = 0.25  # width of the gate in the paper
+# optimizers of timm whose state has more than tensors, numbers and names
+UNSAVED = ("kron", "adafactorbv", "cadafactorbv")
+SGD = "momentum"  # timm's name of SGD with momentum; its "sgd" is Nesterov's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +54,15 @@ class TrainingRecipe:
         lr: learning rate for updates of `lr_batch` images; it is scaled in proportion to the
             number of images per update.
         lr_batch: number of images per update that `lr` is given for.
-        momentum: momentum of SGD.
+        opt: optimizer, by its name in timm: adamw, lamb, … momentum is SGD with momentum; timm's
+            sgd and nesterov are SGD with Nesterov's.
+        momentum: momentum of the optimizers that have one, SGD among them.
         weight_decay: applied to every parameter except λ and α. Norms are included, because decayed
             γ are what inhibits channels.
         decay_norms: apply weight decay to norms and biases too.
-        schedule: step, cosine or poly.
+        schedule: course of the learning rate after the warm-up. step follows `milestones`; cosine,
+            poly and tanh fall to 0; wsd stays for 80 % of the updates and falls in the rest; rsqrt
+            falls with the square root of time; constant stays.
         milestones: epochs after which the step schedule multiplies by `gamma`.
         gamma: factor of the step schedule.
         power: exponent of the poly schedule.
@@ -69,6 +80,7 @@ class TrainingRecipe:
     accumulate: int = 1
     lr: float = 0.1
     lr_batch: int = 256
+    opt: str = SGD
     momentum: float = 0.9
     weight_decay: float = 1e-4
     decay_norms: bool = True
@@ -83,7 +95,10 @@ class TrainingRecipe:
 
     def __post_init__(self) -> None:
         """Raise one ValueError that lists all invalid values."""
-        problems = [*self._wrong_choices(), *self._wrong_numbers()]
+        # values of other types, as in an edited file, could not be compared
+        problems = self._wrong_types() or [
+            *self._wrong_choices(), *self._wrong_numbers(), *self._wrong_optimizer()
+        ]  # fmt: skip
         if problems:
             raise ValueError("; ".join(problems))
 
@@ -99,6 +114,13 @@ class TrainingRecipe:
         """Names of numeric fields with their smallest and largest valid values."""
         return RANGES
 
+    def _wrong_types(self) -> list[str]:
+        return [
+            f"{field.name}={getattr(self, field.name)!r:.40} must be {_in_words(field.type)}"
+            for field in fields(self)
+            if not _is_of(getattr(self, field.name), field.type)
+        ]
+
     def _wrong_choices(self) -> list[str]:
         return [
             f"{name}={getattr(self, name)!r} must be one of {', '.join(valid)}"
@@ -112,12 +134,51 @@ class TrainingRecipe:
         for names, least, most in self.ranges():
             for name in names.split():
                 value = getattr(self, name)
-                if not (least <= value <= most and value < INFINITY):  # also refuses NaN
-                    limits = f"at least {least}" if most == INFINITY else f"{least} to {most}"
-                    problems.append(f"{name}={value!r} must be {limits}")
+                if not (least <= value <= most and value <= LARGEST):  # also refuses NaN
+                    limits = f"{least} to {most}"
+                    if most == INFINITY:
+                        finite = isinstance(value, int) and value <= LARGEST
+                        limits = f"at least {least}" + ("" if finite else ", and finite")
+                    problems.append(f"{name}={value!r:.40} must be {limits}")
         if list(self.milestones) != sorted(set(self.milestones)) or min(self.milestones or [1]) < 1:
             problems.append(f"milestones={self.milestones!r} must be epochs in growing order")
         return problems
+
+    def _wrong_optimizer(self) -> list[str]:
+        if self.opt == SGD:  # importing timm takes seconds
+            return []
+        from timm.optim import (  # type: ignore[attr-defined]
+            get_optimizer_info,
+            list_optimizers,
+        )
+
+        valid = [str(name) for name in list_optimizers()]
+        if self.opt not in valid:
+            return [
+                f"opt={self.opt!r} is not an optimizer of timm{nearest(self.opt, valid)}; "
+                "timm.optim.list_optimizers() lists them"
+            ]
+        info = get_optimizer_info(self.opt)
+        if info.second_order:
+            return [f"opt={self.opt} needs second derivatives, which training does not compute"]
+        if self.opt.startswith(UNSAVED):
+            return [f"opt={self.opt} has a state that checkpoints cannot hold; use another"]
+        package = info.opt_class.partition(".")[0] if isinstance(info.opt_class, str) else "timm"
+        if find_spec(package) is None:
+            return [f"opt={self.opt} needs a package that is not installed: pip install {package}"]
+        return []
+
+    def about_warmup(self) -> str | None:
+        """A line about a warm-up that takes the whole run; None if it ends earlier."""
+        if self.warmup_epochs < self.epochs:
+            return None
+        plural = "s" * (self.warmup_epochs != 1)
+        return (
+            f"the warm-up of {self.warmup_epochs:g} epoch{plural} takes the whole run of "
+            f"{self.epochs}: "
+            f"the learning rate only grows, to {percent(self.epochs / self.warmup_epochs)} of its "
+            f"value; --warmup-epochs {self.epochs / 4:g} would be a quarter of the run"
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """The fields, in types of JSON."""
@@ -139,19 +200,39 @@ class TrainingRecipe:
     @classmethod
     def from_dict(cls: type[R], values: dict[str, Any]) -> R:
         """The recipe that `as_dict` wrote; ValueError if another version of cenet wrote it."""
-        known = {field.name: isinstance(field.default, tuple) for field in fields(cls)}
-        wrong = sorted(set(values) - set(known))
-        wrong += [
-            name
-            for name, value in values.items()
-            if known.get(name) and not isinstance(value, list)
-        ]
+        wrong = sorted(set(values) - {field.name for field in fields(cls)})
         if wrong:
             raise ValueError(f"not a recipe of this version of cenet: {wrong}")
         given: dict[str, Any] = {
-            name: tuple(value) if known[name] else value for name, value in values.items()
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in values.items()
         }
         return cls(**given)
+
+
+KINDS = {int: "a whole number (int)", float: "a number (float)", str: "text", bool: "true or false"}
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    """Whether a value is of the annotated type; whole numbers are numbers, too."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is Literal:  # which of its names, `_wrong_choices` checks
+        return isinstance(value, str)
+    if origin is Annotated:
+        return _is_of(value, parts[0])
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_is_of(item, parts[0]) for item in value)
+    if parts:  # one of several
+        return any(_is_of(value, part) for part in parts)
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
+def _in_words(kind: Any) -> str:
+    parts = [part for part in get_args(kind) if part in KINDS]
+    word = KINDS.get(parts[0] if parts else kind, "text")
+    return f"a tuple (in JSON a list), each {word}" if get_origin(kind) is tuple else word
 
 
 def read_run(folder: Path, kind: type[R]) -> tuple[R, InputSpec]:
@@ -160,22 +241,20 @@ def read_run(folder: Path, kind: type[R]) -> tuple[R, InputSpec]:
     if not path.is_file():
         raise ValueError(f"{folder} is not a folder of `{kind.command}`: it has no {path.name}")
     about = read_json(path)
+    for key in ("recipe", "inputs"):
+        if not isinstance(about, dict) or not isinstance(about.get(key), dict):
+            raise ValueError(f"{path} is not of `{kind.command}`: {key} is missing or no object")
+    made = " ".join(str(about.get("command")).split())
+    if made != kind.command:
+        raise ValueError(
+            f"{folder} is a run of `{made}`, not of `{kind.command}`; see "
+            f"`{made.removesuffix(' train')} --help`"
+        )
     try:
-        made = about["command"]
-        if made != kind.command:
-            raise ValueError(
-                f"{folder} is a run of `{made}`, not of `{kind.command}`; see "
-                f"`{str(made).removesuffix(' train')} --help`"
-            )
         return kind.from_dict(about["recipe"]), InputSpec.from_dict(about["inputs"])
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not of this version of `{kind.command}`: {error!r}") from error
-
-
-def nearest(name: object, valid: Any) -> str:
-    """' (did you mean …?)' with the valid names closest to `name`; empty if none is close."""
-    close = get_close_matches(str(name), list(valid), n=3, cutoff=0.5)
-    return f" (did you mean {' or '.join(close)}?)" if close else ""
+    except (KeyError, TypeError, ValueError) as error:
+        reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else error
+        raise ValueError(f"{path} is not of this version of `{kind.command}`: {reason}") from error
 
 
 @dataclass(frozen=True)
@@ -184,8 +263,11 @@ class Recipe(TrainingRecipe):
 
     Attributes:
         network: resnet18, resnet50, resnet101, mobilenetv2_100, shufflenetv2_x0_5,
-            shufflenetv2_x1_0, vgg16 or vgg6.
-        block: layer behind the norms at the paper's places.
+            shufflenetv2_x1_0, vgg16 or vgg6. With `stock` any classifier: the name of a timm model,
+            or torchvision/NAME.
+        stock: the network as timm or torchvision has it, and CE where `insert_ce_` puts it by
+            default, instead of a network of the paper with CE at the paper's places.
+        block: layer behind the norms at these places; plain for none. se is for the paper's.
         ce_position: which convolution of a residual block CE follows, in ResNets: 2 or 3 of a
             bottleneck's three, 1 or 2 of a basic block's two. None is the last, as in the paper.
         rd_ratio: hidden width of CE's gate, as a share of the channels.
@@ -195,8 +277,10 @@ class Recipe(TrainingRecipe):
         norm_places: all norms, or those that the published code of IterNorm and switchable
             whitening replaces in ResNets; the others stay batch norms.
         act: kind of all activations; default keeps those of the network.
-        dataset: imagenet, tinyimagenet and cifar10 are folders you bring, digits is built in.
-        image_size: height and width of the images.
+        dataset: imagenet, tinyimagenet and cifar10 are folders you bring, and so is folder, for any
+            other images; digits is built in.
+        image_size: height and width of the images. With `stock`, 0 is the size that the weights
+            were trained for.
         label_smoothing: label smoothing of the loss.
         label_corruption: share of training images whose label is replaced by a random one.
         label_corruption_to: classes that the random label is drawn from: other classes, so that all
@@ -215,7 +299,8 @@ class Recipe(TrainingRecipe):
         accuracy: top-1 test accuracy that the recipe is known to reach, or None.
     """
 
-    network: str
+    network: Annotated[str, tyro.conf.arg(aliases=("--model",))]
+    stock: bool = False
     block: Block = "ce"
     ce_position: int | None = None
     rd_ratio: float = RD_RATIO
@@ -235,12 +320,29 @@ class Recipe(TrainingRecipe):
     sync_ce: bool = False
     accuracy: float | None = None
 
+    @property
+    def in_colour(self) -> bool:
+        """Whether the network takes images of three channels, whatever the data has."""
+        return self.stock
+
     @override
     def choices(self) -> dict[str, tuple[str, ...]]:
-        return {**super().choices(), "network": NETWORK_NAMES}
+        # whether a stock network exists is asked when it is built: importing timm takes seconds
+        return super().choices() | ({} if self.stock else {"network": NETWORK_NAMES})
 
     def _wrong_numbers(self) -> list[str]:
         problems = super()._wrong_numbers()
+        if self.stock:
+            problems += [
+                f"{name}={getattr(self, name)} is for the networks of the paper; {self.network} of "
+                "timm or torchvision stays as it is, but for CE"
+                for name in ("norm", "norm_places", "act", "ce_position")
+                if getattr(self, name) != self.defaults()[name]
+            ]
+            if self.block == "se":
+                problems.append(
+                    "block=se is for the networks of the paper; use ce, bd, ir or plain"
+                )
         if self.mixup > 0 and self.batch_size % 2:
             problems.append(f"batch_size={self.batch_size} must be even, because mixup makes pairs")
         if not 0 <= self.holdout < 1:
@@ -249,7 +351,8 @@ class Recipe(TrainingRecipe):
             problems.append(
                 f"rd_ratio={self.rd_ratio} is for the gate of ce and ir; {self.block} has none"
             )
-        if self.ce_start != "paper" and self.block not in ("ce", "bd", "ir"):
+        has_ce = self.block in ("ce", "bd", "ir")
+        if self.ce_start != "paper" and not has_ce and not self.stock:
             problems.append(f"ce_start={self.ce_start} is for CE; block={self.block} has none")
         return problems
 
@@ -257,7 +360,7 @@ class Recipe(TrainingRecipe):
     def ranges(self) -> Ranges:
         return (
             *RANGES,
-            ("image_size", 8, INFINITY),
+            ("image_size", 0 if self.image_size == 0 and self.stock else 8, INFINITY),
             ("mixup", 0, INFINITY),
             ("label_smoothing ema", 0, 0.999999),
             ("label_corruption", 0, 1),
@@ -408,6 +511,20 @@ RECIPES = {
 }
 
 
+# fine-tuning of any classifier; ordinary values, not chosen by a result
+FINETUNE = Recipe(
+    "resnet18",
+    stock=True,
+    ce_start="identity",
+    dataset="folder",
+    image_size=0,
+    epochs=10,
+    lr=0.01,
+    schedule="cosine",
+    warmup_epochs=1.0,
+)
+
+
 def family_and_row(name: str) -> tuple[str, str]:
     """The two parts of a recipe's name: tiny_resnet50_gn_ce -> tiny_resnet50, gn_ce."""
     family = max((base for base in _BASES if name.startswith(f"{base}_")), key=len)
@@ -416,8 +533,10 @@ def family_and_row(name: str) -> tuple[str, str]:
 
 def find_recipe(name: str) -> Recipe:
     """The recipe of this name; ValueError with the nearest names if there is none."""
+    if name == "finetune":
+        return FINETUNE
     if name not in RECIPES:
-        close = nearest(name, RECIPES)
+        close = nearest(name, [*RECIPES, "finetune"])
         if name in _BASES:
             close = f" (did you mean {name}_plain or {name}_ce?)"
         raise ValueError(f"{name!r} is not a recipe{close}; `cenet recipes` lists them")

@@ -10,8 +10,16 @@ from typing import Any
 
 from cenet.analysis.monitor import FIELDS, Values
 from cenet.data.datasets import InputSpec
-from cenet.files import harmless, open_to_append, read_json, replace_file
+from cenet.files import (
+    harmless,
+    make_folder,
+    open_to_append,
+    read_json,
+    replace_file,
+    replacing,
+)
 from cenet.run_folder import ABOUT, CHANNELS, METRICS, METRICS_CSV, read_metrics
+from cenet.train.options import Service
 from cenet.train.recipes import TrainingRecipe
 
 # columns that differ between two runs of the same recipe
@@ -19,12 +27,20 @@ TIMES = ("seconds", "images_per_second")
 
 
 class RunLog:
-    """Rows of metrics, one per epoch, in JSON lines, CSV and (if installed) TensorBoard."""
+    """Rows of metrics, one per epoch, in JSON lines, CSV and (if installed) TensorBoard.
 
-    def __init__(self, folder: Path) -> None:
+    With `service`, they go to Weights & Biases or MLflow, too.
+    """
+
+    def __init__(self, folder: Path, service: Service | None = None) -> None:
         """Read the rows of an earlier start of the run."""
-        self.folder = folder
+        self.folder, self.service = folder, service
+        self._tracker: Any = None
         self.rows: list[dict[str, Any]] = []
+        # texts of the rows that were written, for both files
+        self._lines: list[str] = []
+        self._table: list[str] = []
+        self._columns: list[str] = []
         self._about: dict[str, Any] = {}
         self._tensorboard: Any = None
         path = folder / METRICS
@@ -49,6 +65,10 @@ class RunLog:
             updates: number of finished updates; later rows of channels.csv are removed.
         """
         self.rows = [row for row in self.rows if row["epoch"] <= after]
+        lost = {*range(1, after + 1)} - {row["epoch"] for row in self.rows}
+        if lost:
+            epochs = ", ".join(map(str, sorted(lost)))
+            print(f"{METRICS} has no row of epoch {epochs} (cut off or removed); the run goes on")
         self._forget_channels(updates)
         path = self.folder / ABOUT
         about: dict[str, Any] = {
@@ -64,36 +84,62 @@ class RunLog:
                 about["environment"] = before["environment"]
                 about["resumed"] = [*before.get("resumed", []), environment]
                 about["times"] = list(before.get("times", []))
+                about["tracked"] = dict(before.get("tracked", {}))
         self._about = about
+        if self.service is not None:
+            self._begin_tracking(self.service)
         self._write_about()
         self._write()
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             return
-        self._tensorboard = SummaryWriter(str(self.folder / "tensorboard"), purge_step=after + 1)
+        events = make_folder(self.folder / "tensorboard")
+        self._tensorboard = SummaryWriter(str(events), purge_step=after + 1)
+
+    def _begin_tracking(self, service: Service) -> None:
+        """Begin a run at a service, or go on with that of an earlier start; keep its id."""
+        from cenet.train.trackers import begin
+
+        known = self._about.setdefault("tracked", {})
+        name = self.folder.resolve().name
+        self._tracker = begin(service, name, self._about["recipe"], known.get(service))
+        known[service] = self._tracker.id
 
     def add(self, row: dict[str, Any]) -> None:
         """Add the row of an epoch."""
         self.rows.append(row)
         self._write()
+        numbers = {name: value for name, value in row.items() if isinstance(value, float)}
         if self._tensorboard is not None:
-            for name, value in row.items():
-                if isinstance(value, float) and name != "epoch":
-                    self._tensorboard.add_scalar(name, value, row["epoch"])
+            for name, value in numbers.items():
+                self._tensorboard.add_scalar(name, value, row["epoch"])
             self._tensorboard.flush()
+        if self._tracker is not None:
+            try:
+                self._tracker.add(numbers, row["epoch"])
+            except Exception as error:  # of the service; a run must not end because of it
+                print(
+                    f"{self.service} does not take the numbers of epoch {row['epoch']} any more: "
+                    f"{error!r}; they are in {self.folder / METRICS}"
+                )
+                self._tracker = None
 
     def add_channels(self, updates: int, values: Values) -> None:
         """Add the measurements of the monitor after this many updates."""
         path = self.folder / CHANNELS
-        is_new = not path.exists()
-        with open_to_append(path) as file:
-            writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-            if is_new:
-                writer.writeheader()
-            writer.writerows(
-                {"step": updates, "layer": harmless(name), **values[name]} for name in values
-            )
+        text = io.StringIO()
+        writer = csv.DictWriter(text, FIELDS, lineterminator="\n")
+        if not path.exists():
+            writer.writeheader()
+        writer.writerows(
+            {"step": updates, "layer": harmless(name), **values[name]} for name in values
+        )
+        try:
+            with open_to_append(path) as file:
+                file.write(text.getvalue())
+        except OSError as error:  # that of writing does not name the file
+            raise OSError(error.errno, error.strerror, str(path)) from error
 
     def _forget_channels(self, updates: int) -> None:
         path = self.folder / CHANNELS
@@ -116,24 +162,32 @@ class RunLog:
         self._write_about()
 
     def end(self) -> None:
-        """Close the files of TensorBoard."""
+        """Close the files of TensorBoard, and the run at a service."""
         if self._tensorboard is not None:
             self._tensorboard.close()
+        if self._tracker is not None:
+            self._tracker.end()
 
     def _write_about(self) -> None:
         replace_file(self.folder / ABOUT, (json.dumps(self._about, indent=2) + "\n").encode())
 
     def _write(self) -> None:
-        lines = "".join(json.dumps(row) + "\n" for row in self.rows)
-        replace_file(self.folder / METRICS, lines.encode())
-        table = io.StringIO()
-        if self.rows:
-            # rows of other versions, or edited ones, have other columns
-            columns = dict.fromkeys(name for row in self.rows for name in row)
-            writer = csv.writer(table, lineterminator="\n")
-            writer.writerow([harmless(name) for name in columns])
-            writer.writerows([harmless(row.get(name)) for name in columns] for row in self.rows)
-        replace_file(self.folder / METRICS_CSV, table.getvalue().encode())
+        """Replace both files of metrics; of rows that were there before, the text is kept."""
+        new = self.rows[len(self._lines) :]
+        self._lines += [json.dumps(row) + "\n" for row in new]
+        columns = list(dict.fromkeys([*self._columns, *(name for row in new for name in row)]))
+        if columns != self._columns:  # the first rows, or those of another version
+            self._columns, self._table, new = columns, [_csv_line(columns)], self.rows
+        self._table += [_csv_line([row.get(name) for name in columns]) for row in new]
+        with replacing(self.folder / METRICS, self.folder / METRICS_CSV) as room:
+            (room / METRICS).write_bytes("".join(self._lines).encode())
+            (room / METRICS_CSV).write_bytes("".join(self._table).encode())
+
+
+def _csv_line(cells: list[Any]) -> str:
+    line = io.StringIO()
+    csv.writer(line, lineterminator="\n").writerow(map(harmless, cells))
+    return line.getvalue()
 
 
 def _step(row: dict[str, Any], path: Path) -> float:

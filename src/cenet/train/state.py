@@ -200,7 +200,7 @@ class RunState:
             for name in sorted({*saved, *own} - {"accuracy"})  # it changes no number
             if saved.get(name) != own.get(name)
         ]
-        if metadata.get("inputs") != self.inputs.as_dict():
+        if not self.inputs.agrees_with(metadata.get("inputs", {})):
             changed.append("the classes or the pixels of the data differ")
         elif not self._is_of_same_data(str(metadata.get("data"))):
             changed.append("images or what is known about them differ")

@@ -66,6 +66,11 @@ class Clock:
         }
 
 
+def show_speed(speed: float) -> str:
+    """Images per second: whole numbers, and two digits after the point below 10."""
+    return f"{speed:,.{0 if speed >= 10 else 2}f}"
+
+
 def in_words(summary: dict[str, Any]) -> str:
     """The summary of a run in one line."""
     wall, spent = summary["wall_seconds"], summary["seconds"]
@@ -74,7 +79,7 @@ def in_words(summary: dict[str, Any]) -> str:
     shares = ", ".join(f"{name} {percent(part / wall, '.0f')}" for name, part in parts.items())
     return (
         f"{summary['images']:,} images in {wall:.1f} s of wall time: "
-        f"{summary['images_per_second']:,.0f} images/s ({shares})"
+        f"{show_speed(summary['images_per_second'])} images/s ({shares})"
     )
 
 
