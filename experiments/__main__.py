@@ -70,7 +70,15 @@ def parse() -> argparse.Namespace:
     training.add_argument(
         "--task", metavar="I/N", help="the I-th of N parts of the runs: job arrays"
     )
-    training.add_argument("--minutes", type=float, default=float("inf"))
+    training.add_argument(
+        "--minutes", type=float, default=float("inf"), metavar="M",
+        help="after M minutes trainings save and stop, and measurements finish",
+    )  # fmt: skip
+    training.add_argument(
+        "--whole-runs", action="store_true",
+        help="begin only runs that are expected to end within --minutes: for machines whose files "
+        "do not stay",
+    )  # fmt: skip
     training.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     training.add_argument(
         "--ablation-images", type=_images, metavar="N|all",
@@ -110,6 +118,8 @@ def check(parser: argparse.ArgumentParser, found: argparse.Namespace) -> None:
     found.data = {
         name: Path(folder) for name, folder in (pair.split("=", 1) for pair in found.data)
     }
+    if found.whole_runs and found.minutes == float("inf"):
+        parser.error("--whole-runs needs --minutes M, in which they have to end")
     for name in ("jobs", "processes"):
         if getattr(found, name) < 1:
             parser.error(f"--{name} {getattr(found, name)} must be at least 1")
@@ -178,6 +188,7 @@ def train(chosen: dict[str, Result], arguments: argparse.Namespace) -> None:
         data=arguments.data, runs=arguments.runs, results=arguments.results,
         options=tuple(arguments.options), jobs=arguments.jobs,
         processes=arguments.processes, minutes=arguments.minutes,
+        whole_runs=arguments.whole_runs,
         ablation_images=arguments.ablation_images, device=arguments.device,
         commit=arguments.commit,
     )  # fmt: skip
@@ -210,13 +221,16 @@ def train(chosen: dict[str, Result], arguments: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     left = schedule.finish(todo)
     if left:
-        print(
-            f"{len(left)} runs are not finished, from {left[0].name} on; the same command goes on"
-        )
+        first = f"{left[0].name} (alone on an H200 about {in_words(_cost(left[0], settings))})"
+        print(f"{len(left)} runs are not finished, from {first} on; the same command goes on")
     if schedule.failed:
         sys.exit(
             f"{len(schedule.failed)} runs failed: {', '.join(run.name for run in schedule.failed)}"
         )
+
+
+def _cost(run: Run, settings: Settings) -> float:
+    return seconds(run, read("runs", settings.results))
 
 
 def build(chosen: dict[str, Result], arguments: argparse.Namespace) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 from experiments.result import Built, Result, Rows
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "guide.md")
+DOCS = ROOT / "docs"
+PAGES = (ROOT / "README.md", DOCS / "results.md", DOCS / "guide.md", DOCS / "finetuning.md")
 FIGURES = Path("docs/figures/results")
 BLOCK = re.compile(r"(<!-- result: (\S+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 

@@ -349,6 +349,11 @@ OURS: tuple[Result, ...] = (
         "does a trained network gain more from further training if it gets CE as an identity?",
         "tiny_resnet18", 3,
     ),
+    transfer(
+        "transfer_cifar10", "Fine-tuning: ResNet-18 from Tiny ImageNet-100 to CIFAR-10, 8 epochs",
+        "does a trained network learn other images better if it gets CE as an identity?",
+        "tiny_resnet18", 3, "cifar10",
+    ),
     detection_comparison(
         "coco128", "Mask R-CNN from Tiny ImageNet classifiers: 96 images of COCO, 32 to test",
         "do classifiers hand their weights to detectors, with CE and without? (no comparison)",

@@ -35,8 +35,8 @@ from cenet.environment import environment
 from cenet.files import replace_file
 from cenet.formatting import percent
 from cenet.models import create_model
+from cenet.nn import param_groups
 from cenet.train import RECIPES
-from cenet.train.build import UNDECAYED
 from cenet.train.cuda_graphs import GraphedFunction
 
 LOOKED_AT = 512  # images, by the measures of channels
@@ -91,14 +91,8 @@ class Learner:
             num_classes=self.classes, in_chans=self.images.shape[1],
         )  # fmt: skip
         self.network: nn.Module = made.to(device).to(memory_format=torch.channels_last)
-        parameters: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-        for name, parameter in self.network.named_parameters():
-            parameters[name.rpartition(".")[2] not in UNDECAYED].append(parameter)
-        self.optimizer = torch.optim.SGD(
-            [{"params": parameters[True], "weight_decay": course.weight_decay},
-             {"params": parameters[False], "weight_decay": 0.0}],
-            course.lr, course.momentum,
-        )  # fmt: skip
+        groups = param_groups(self.network, course.weight_decay)
+        self.optimizer = torch.optim.SGD(groups, course.lr, course.momentum)
         if device.type == "cpu" and self.images.shape[-1] < SMALL:
             torch.set_num_threads(1)  # several would spend their time waiting for each other
         self.sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, right answers

@@ -131,7 +131,7 @@ class Run:
             if other.dataset == "digits"
             and (other.block, other.norm, other.act) == (wanted.block, wanted.norm, wanted.act)
         )
-        kept = [change for change in self.changes if change[0] not in dict(SMOKE)]
+        kept = [change for change in self.changes if change[0] not in {"dataset", *dict(SMOKE)}]
         begins_with = None if self.begins_with is None else self.begins_with.smoke()
         return replace(self, recipe=recipe, changes=(*kept, *SMOKE), begins_with=begins_with)
 

@@ -15,9 +15,10 @@ from cenet.analysis.diagnosis import FILE
 from cenet.run_folder import METRICS, WEIGHTS, read_metrics
 from cenet.train.nonfinite import DIVERGED
 from experiments.collecting import collect, parts_of
+from experiments.costs import seconds
 from experiments.launching import Command
 from experiments.runs import Run
-from experiments.tables import RESULTS, add, names
+from experiments.tables import RESULTS, Row, add, names, read
 
 EMBEDDED = ("digits", "shapes")
 BATCH = 250  # of a diagnosis
@@ -37,6 +38,7 @@ class Settings:
         jobs: runs at a time.
         processes: of each run; more than one are started by torchrun.
         minutes: after so long, trainings save and stop, and measurements finish.
+        whole_runs: begin only runs that are expected to end within these minutes.
         ablation_images: of the diagnosis, or "all"; None: see `ablated`.
         device: of all runs.
         commit: of the code, where git is not at hand.
@@ -49,6 +51,7 @@ class Settings:
     jobs: int = 1
     processes: int = 1
     minutes: float = float("inf")
+    whole_runs: bool = False
     ablation_images: int | Literal["all"] | None = None
     device: str = "auto"
     commit: str = ""
@@ -136,6 +139,7 @@ class Schedule:
         self.under_way: dict[Run, tuple[str, Command]] = {}
         self.finished: list[Run] = []
         self.failed: list[Run] = []
+        self.begin = self.end = 0.0  # of `finish`, by the monotonic clock
 
     def finish(self, todo: Callable[[], list[Run]]) -> list[Run]:
         """Train and measure all that there is to do; what was left when the time was over.
@@ -146,13 +150,19 @@ class Schedule:
             todo: the runs that are missing, and those that are trained again for their weights;
                 asked again whenever a run is finished, which may choose others.
         """
-        end = time.monotonic() + 60 * self.settings.minutes
+        self.begin = time.monotonic()
+        self.end = self.begin + 60 * self.settings.minutes
         waiting = self._waiting(todo())
         try:
-            while (waiting or self.under_way) and time.monotonic() < end:
+            while (waiting or self.under_way) and time.monotonic() < self.end:
                 before = len(self.finished)
-                while waiting and self._count("train") < self.settings.jobs:
-                    self._begin(waiting.pop(0))
+                while self._count("train") < self.settings.jobs:
+                    if (run := self._next(waiting)) is None:
+                        break
+                    waiting.remove(run)
+                    self._begin(run)
+                if not self.under_way and len(self.finished) == before:
+                    break  # no run that waits would end in time
                 time.sleep(0.2)
                 for run in [*self.under_way]:
                     self._look_at(run)
@@ -167,6 +177,34 @@ class Schedule:
         """Those that this schedule has not begun."""
         begun = {*self.finished, *self.failed, *self.under_way}
         return [run for run in todo if run not in begun]
+
+    def _next(self, waiting: list[Run]) -> Run | None:
+        """The first run that waits; the first that is expected to end in time, if asked for."""
+        if not self.settings.whole_runs:
+            return waiting[0] if waiting else None
+        rows = read("runs", self.settings.results)
+        room = self._speed(rows) * (self.end - time.monotonic())
+        room -= sum(self._work_left(run, rows) for run in self.under_way)
+        return next((run for run in waiting if self._work_left(run, rows) <= room), None)
+
+    def _work_left(self, run: Run, rows: list[Row]) -> float:
+        """Seconds that the rest of a run takes on a GPU of its own, by `costs.seconds`."""
+        return seconds(run, rows) * (1 - self._share_trained(run))
+
+    def _share_trained(self, run: Run) -> float:
+        path = self.settings.folder(run) / METRICS
+        return len(read_metrics(path)) / run.epochs if path.is_file() else 0.0
+
+    def _speed(self, rows: list[Row]) -> float:
+        """Such seconds of work that are done in a second of time, all runs together.
+
+        It is known as soon as a run has finished, and taken to be one before.
+        """
+        if not self.finished:
+            return 1.0
+        done = sum(seconds(run, rows) for run in self.finished)
+        done += sum(seconds(run, rows) * self._share_trained(run) for run in self.under_way)
+        return done / (time.monotonic() - self.begin)
 
     def _count(self, what: str) -> int:
         return sum(kind == what for kind, _ in self.under_way.values())

@@ -16,21 +16,38 @@ SIDES: tuple[tuple[str, str, dict[str, Any]], ...] = (
 )
 
 
-def transfer(name: str, title: str, claim: str, family: str, seeds: int) -> Result:
-    """Both sides at every learning rate: none is chosen."""
+def transfer(
+    name: str, title: str, claim: str, family: str, seeds: int, dataset: str | None = None
+) -> Result:
+    """Both sides at every learning rate: none is chosen.
+
+    Args:
+        name: of the result.
+        title: of the result.
+        claim: of the result.
+        family: of the recipes.
+        seeds: trained networks, each of which both sides begin with.
+        dataset: what they are trained on then; None for the images that they know.
+    """
     trained = tuple(runs(f"{family}_plain", seeds))
     tuned = tuple(
-        (rate, tuple(tuple(_tuned(family, side, rate, first) for first in trained)
+        (rate, tuple(tuple(_tuned(family, side, rate, first, dataset) for first in trained)
                      for side in SIDES))
         for rate in RATES
     )  # fmt: skip
     needs = (*trained, *(run for _, sides in tuned for side in sides for run in side))
-    return Result(name, title, claim, needs, partial(_build, trained, tuned))
+    # an accuracy on other images is not where the training goes on from
+    before = trained if dataset is None else ()
+    return Result(name, title, claim, needs, partial(_build, before, tuned))
 
 
-def _tuned(family: str, side: tuple[str, str, dict[str, Any]], rate: float, first: Run) -> Run:
+def _tuned(
+    family: str, side: tuple[str, str, dict[str, Any]], rate: float, first: Run, dataset: str | None
+) -> Run:
     _, row, changes = side
     own = {"epochs": EPOCHS, "lr": rate, **changes}
+    if dataset is not None:
+        own["dataset"] = dataset
     return Run(f"{family}_{row}", first.seed, tuple(own.items()), begins_with=first)
 
 
@@ -40,7 +57,8 @@ def _build(trained: tuple[Run, ...], tuned: Any, rows: Rows) -> Built:
     for rate, sides in tuned:
         pairs = [pair for pair in zip(*sides, strict=True) if all(rows.of(run) for run in pair)]
         cells = {"learning rate": f"{rate:g}", "n": str(len(pairs))}
-        cells["before"] = spread(before, 100, 2, "%") if before else "not run"
+        if trained:
+            cells["before"] = spread(before, 100, 2, "%") if before else "not run"
         values = [rows.values(side, "top1") for side in zip(*pairs, strict=True)]
         for number, (label, _, _) in enumerate(SIDES):
             cells[f"trained on, {label}"] = (

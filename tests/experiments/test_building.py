@@ -276,9 +276,10 @@ def test_pages_hold_what_is_built():
         shown[page.name] = {name for _, name, _ in building.BLOCK.findall(text)}
         for picture in re.findall(r"!\[\w+\]\((\S+/results/\S+)\)", text):
             assert (page.parent / picture).is_file()
-    assert shown["results.md"] == {*RESULTS} - {"vgg16_short"}
-    assert shown["README.md"] == {"main", "vgg16_short"}
-    assert shown["guide.md"] == {"main", "settings"}
+    assert shown["results.md"] == {*RESULTS} - {"vgg16_short", "transfer_cifar10"}
+    assert shown["finetuning.md"] == {"transfer_cifar10"}
+    assert shown["README.md"] == {"main"}
+    assert shown["guide.md"] == {"main", "settings", "vgg16_short"}
     for name, result in made.items():
         if result.figure is not None:
             assert (ROOT / building.FIGURES / f"{name}.svg").is_file()

@@ -19,7 +19,7 @@ from experiments.runs import DetectorRun, Run, runs
 from experiments.scheduling import Schedule, Settings, state
 
 import cenet
-from _experiments import EVERY, ROOT
+from _experiments import EVERY, ROOT, Ended
 from cenet.run_folder import locked
 
 
@@ -115,23 +115,97 @@ def test_a_trial_that_diverges_is_the_worst_of_all(tmp_path):
 
 
 def test_measurements_finish_when_the_time_is_over_and_trainings_stop(tmp_path, monkeypatch):
-    """Both take 60 s unless they are told to stop; the measurement writes its file after 1 s."""
+    """The training would take an hour unless it is told to stop; the measurement takes 1 s."""
     trained, measured = Run("digits_ce", 0), Run("digits_ce", 1)
     schedule = Schedule(Settings(runs=tmp_path, results=tmp_path, minutes=0), print)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "sleep_for.py").write_text("import sys, time; time.sleep(float(sys.argv[1]))")
-    for run, kind, seconds in ((trained, "train", "60"), (measured, "diagnose", "1")):
+    for run, kind, seconds in ((trained, "train", "3600"), (measured, "diagnose", "1")):
         schedule.under_way[run] = (kind, Command("sleep_for", [seconds], tmp_path / "log"))
     written = []
     monkeypatch.setattr(schedule, "_write", written.append)
-    began = time.monotonic()
     commands = {run: command for run, (_, command) in schedule.under_way.items()}
     assert schedule.finish(list) == [trained]
     assert {run: command.poll() for run, command in commands.items()} == {
         trained: -signal.SIGTERM, measured: 0
     }  # fmt: skip
     assert written == [measured]
-    assert time.monotonic() - began < 30
+
+
+class SharedGPU:
+    """A clock, and a GPU on which runs share `speed` seconds of work for each second."""
+
+    def __init__(self, speed):
+        self.now, self.speed, self.work = 0.0, speed, {}
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+        busy = [run for run, left in self.work.items() if left > 0]
+        for run in busy:
+            self.work[run] -= seconds * self.speed / len(busy)
+
+
+class Working(Ended):
+    """A run on it."""
+
+    def __init__(self, gpu, run, work):
+        self.gpu, self.run = gpu, run
+        gpu.work[run] = work
+
+    def poll(self):
+        return 0 if self.gpu.work[self.run] <= 0 else None
+
+
+@pytest.mark.parametrize(
+    ("speed", "begins"),
+    [
+        # as fast as expected: when the first two end, 40 s are left, too few for any
+        (1.0, [(0, "a"), (0, "b")]),
+        # twice as fast, which is known from the first end on
+        (2.0, [(0, "a"), (0, "b"), (100, "c"), (100, "d"), (100, "short")]),
+        # a little faster: then the short one fits
+        (1.12, [(0, "a"), (0, "b"), (179, "short")]),
+        # so slow that the first two do not end in time either
+        (0.5, [(0, "a"), (0, "b")]),
+    ],
+)
+def test_runs_that_would_not_end_in_time_are_not_begun(speed, begins, tmp_path, monkeypatch):
+    """Four minutes for runs of 100 s of work and one of 60 s."""
+    gpu = SharedGPU(speed)
+    monkeypatch.setattr("experiments.scheduling.time", gpu)
+    named = {Run("digits_ce", seed): name for seed, name in enumerate("abcdef")}
+    named[Run("digits_plain")] = "short"
+    work = {run: 60.0 if name == "short" else 100.0 for run, name in named.items()}
+    monkeypatch.setattr("experiments.scheduling.seconds", lambda run, rows: work[run])
+    settings = Settings(runs=tmp_path, results=tmp_path, minutes=4, jobs=8, whole_runs=True)
+    schedule = Schedule(settings, print)
+    begun = []
+
+    def begin(run):
+        begun.append((round(gpu.now), named[run]))
+        schedule.under_way[run] = ("train", Working(gpu, run, work[run]))
+
+    monkeypatch.setattr(schedule, "_begin", begin)
+    monkeypatch.setattr(schedule, "_diagnose", schedule._end)
+    left = schedule.finish(lambda: [*named])
+    assert begun == begins
+    in_time = 0 if speed < 1 else len(begins)
+    assert len(schedule.finished) == in_time
+    assert len(left) == len(named) - in_time
+    assert (gpu.now < 240) == (speed >= 1)  # it ends as soon as nothing more can be begun
+
+
+def test_epochs_that_are_trained_need_no_more_time(tmp_path, monkeypatch):
+    monkeypatch.setattr("experiments.scheduling.seconds", lambda run, rows: 60.0)
+    run, schedule = Run("digits_ce"), Schedule(Settings(runs=tmp_path), print)
+    assert schedule._work_left(run, []) == 60.0
+    (tmp_path / run.name).mkdir()
+    rows = [json.dumps({"epoch": epoch}) for epoch in range(1, 6)]
+    (tmp_path / run.name / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    assert schedule._work_left(run, []) == pytest.approx(60 * 10 / 15)
 
 
 @pytest.mark.parametrize(
@@ -142,6 +216,7 @@ def test_measurements_finish_when_the_time_is_over_and_trainings_stop(tmp_path, 
         (("train", "--ablation-images", "-3"), "-3 must be a whole number or all"),
         (("train", "--ablation-images", "few"), "few must be a whole number or all"),
         (("train", "--jobs", "0"), "--jobs 0 must be at least 1"),
+        (("train", "--whole-runs"), "--whole-runs needs --minutes M, in which they have to end"),
         (("train", "--task", "3/3"), "--task 3/3 must be I/N with I from 0 to N - 1"),
     ],
 )
