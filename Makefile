@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test test-all test-gpu results lint format bench bench-gpu clean
+.PHONY: demo test test-all test-gpu results docs notebook lint format bench bench-gpu clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -15,7 +15,7 @@ $(READY): pyproject.toml
 demo: $(READY)  ## train without and with CE on digits, compare, write a page (CPU, about three minutes)
 	$(BIN)/cenet demo
 
-test: $(READY)  ## the tests CI runs, five minutes on two cores
+test: $(READY)  ## the tests CI runs, five to six minutes on two quiet cores
 	$(BIN)/pytest -n auto --dist worksteal --durations 25 -m "not slow and not gpu"
 
 test-all: $(READY)  ## with the long tier
@@ -25,8 +25,14 @@ test-all: $(READY)  ## with the long tier
 test-gpu: $(READY)  ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu
 
-results: $(READY)  ## tables and figures of README, docs/results.md and docs/guide.md from experiments/results
+results: $(READY)  ## tables and figures of README and docs from experiments/results
 	$(BIN)/python -m experiments build
+
+docs: $(READY)  ## the site, into site/; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+notebook: $(READY)  ## run the tutorial and keep its outputs
+	PYTHONWARNINGS=ignore:IProgress $(BIN)/jupyter execute --inplace docs/tutorial.ipynb
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -44,4 +50,4 @@ bench-gpu: $(READY)  ## cost of the layer on this GPU, beside batch norm
 	$(BIN)/python benchmarks/bench_layer.py --out benchmarks/results/layer.csv
 
 clean:
-	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) dist site .pytest_cache .mypy_cache .ruff_cache

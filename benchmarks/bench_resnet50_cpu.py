@@ -6,13 +6,19 @@ other work on the machine hits both; the ratio is that of the medians, its sprea
 
     make bench                                      # 2 threads, batch 8, 224×224
     python benchmarks/bench_resnet50_cpu.py --help
+
+With --out, a row for each ratio is added to a CSV file.
 """
 
 import argparse
 import copy
+import platform
+import shlex
 import statistics
+import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torchvision
@@ -20,11 +26,27 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from _runner import seconds
+import cenet
+from _runner import append_rows, commit, seconds
 from cenet import fold_ce, insert_ce_
 
 CPU = torch.device("cpu")
-TARGETS = {"inference, folded": 1.10, "training step": 1.25}
+TARGETS = {"inference, folded": 1.08, "training step": 1.12}
+FIELDS = (
+    *("work", "batch", "size", "layout", "compiled", "threads"),
+    *("ratio", "ratio_p20", "ratio_p80", "rounds", "plain_ms", "ce_ms"),
+    *("cpu", "torch", "version", "commit", "command"),
+)
+
+
+def cpu_name() -> str:
+    """The processor as Linux calls it, elsewhere its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def ce_resnet50() -> nn.Module:
@@ -83,23 +105,38 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--channels-last", action="store_true", help="layout of the images")
+    parser.add_argument("--compiled", action="store_true", help="torch.compile both networks")
+    parser.add_argument("--inference", action="store_true", help="no training steps")
+    parser.add_argument("--out", type=Path, help="CSV file to add a row for each ratio to")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
+    layout = torch.channels_last if arguments.channels_last else torch.contiguous_format
     x = torch.randn(arguments.batch, 3, arguments.size, arguments.size)
+    x = x.contiguous(memory_format=layout)
     labels = torch.randint(1000, (arguments.batch,))
-    plain, ours = torchvision.models.resnet50(), ce_resnet50()
+    plain, ours = (
+        network.to(memory_format=layout)
+        for network in (torchvision.models.resnet50(), ce_resnet50())
+    )
 
-    measured = {
-        "training step": alternate(
-            training_step(plain, x, labels), training_step(ours, x, labels), arguments.rounds
+    def form(network: nn.Module) -> nn.Module:
+        return torch.compile(network) if arguments.compiled else network
+
+    measured = {}
+    if not arguments.inference:
+        measured["training step"] = alternate(
+            training_step(form(plain), x, labels),
+            training_step(form(ours), x, labels),
+            arguments.rounds,
         )
-    }
     plain.eval()
     ours.eval()
     plain_folded, ours_folded = folded_plain(plain), fold_ce(ours)
     check_folded(plain_folded, plain, x)
     check_folded(ours_folded, ours, x)
+    plain, ours, plain_folded, ours_folded = map(form, (plain, ours, plain_folded, ours_folded))
     rounds = 2 * arguments.rounds
     measured["inference, folded"] = alternate(
         inference(plain_folded, x), inference(ours_folded, x), rounds
@@ -113,8 +150,10 @@ def main() -> None:
     )
     for column in ("work", "ratio", "spread", "n", "target", "verdict"):
         table.add_column(column, justify="left" if column == "work" else "right")
+    rows = []
     for work, pairs in measured.items():
-        ratio = statistics.median(b for _, b in pairs) / statistics.median(a for a, _ in pairs)
+        before, after = (1e3 * statistics.median(times) for times in zip(*pairs, strict=True))
+        ratio = after / before
         spread = statistics.quantiles((b / a for a, b in pairs), n=5)
         target = TARGETS.get(work)
         verdict = "" if target is None else ("met" if ratio <= target else f"{ratio - target:+.2f}")
@@ -126,7 +165,29 @@ def main() -> None:
             "" if target is None else f"{target:.2f}",
             verdict,
         )
+        shared = {"batch": arguments.batch, "size": arguments.size, "threads": arguments.threads}
+        rows.append(
+            {
+                **{name: str(value) for name, value in shared.items()},
+                "work": work,
+                "layout": "channels_last" if arguments.channels_last else "contiguous",
+                "compiled": str(arguments.compiled),
+                "ratio": f"{ratio:.3f}",
+                "ratio_p20": f"{spread[0]:.3f}",
+                "ratio_p80": f"{spread[-1]:.3f}",
+                "rounds": str(len(pairs)),
+                "plain_ms": f"{before:.1f}",
+                "ce_ms": f"{after:.1f}",
+                "cpu": cpu_name(),
+                "torch": torch.__version__,
+                "version": cenet.__version__,
+                "commit": commit(),
+                "command": shlex.join(["python", *sys.argv]),
+            }
+        )
     Console(width=110).print(table)
+    if arguments.out is not None:
+        append_rows(arguments.out, rows, FIELDS)
 
 
 if __name__ == "__main__":

@@ -50,6 +50,15 @@ def one_thread():
 
 
 @pytest.fixture(scope="module")
+def quick_weights():
+    """Build large networks quickly, for tests in which any random weights will do."""
+    from _weights import repeated_draws
+
+    with repeated_draws():
+        yield
+
+
+@pytest.fixture(scope="module")
 def files_folder(tmp_path_factory):
     """A few digits as image files."""
     from _training import write_digits
