@@ -149,6 +149,62 @@ def test_linear_branches_are_told_from_residual_blocks():
     assert sites(Block(nn.Identity()), nn.ReLU()) == ["1.branch.1"]
 
 
+def test_a_third_of_the_norms_is_not_few():
+    def norm():
+        return nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.ReLU())
+
+    block = (Block(nn.Identity()), nn.ReLU())
+    assert chosen(nn.Sequential(nn.Conv2d(3, 8, 3), norm(), norm(), *block)) == ["3.branch.1"]
+    assert len(chosen(nn.Sequential(nn.Conv2d(3, 8, 3), norm(), norm(), norm(), *block))) == 4
+
+
+@pytest.mark.parametrize(("left_out", "warnings_"), [(2, 0), (3, 1)])
+def test_a_third_of_the_norms_is_not_worth_a_warning(left_out, warnings_):
+    tokens = [nn.GroupNorm(1, 8) for _ in range(left_out)]
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(2), *tokens)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        assert insert_ce_(model) == ["1"]
+    assert len(warned) == warnings_
+
+
+class Unused(nn.Module):
+    """Computes a branch and does not use it, as networks with auxiliary heads do."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.BatchNorm2d(8)
+
+    def forward(self, x):
+        x = self.norm(self.conv(x)).relu()
+        self.head(x)
+        return x
+
+
+def test_a_norm_whose_output_is_not_used_is_named():
+    notes = {site.name: (site.default, site.note) for site in ce_sites(Unused())}
+    assert notes == {"norm": (True, ""), "head": (False, "not on the way to the output")}
+
+
+class WithAndWithout(nn.Module):
+    """An activation reads a norm, and a CE layer reads it too."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+        self.conv2, self.norm2 = nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)
+        self.ce = ChannelEquilibrium2d(8)
+
+    def forward(self, x):
+        x = self.norm(self.conv(x))
+        return self.norm2(self.conv2(torch.cat([x.relu(), self.ce(x).relu()]))).relu()
+
+
+def test_a_norm_that_a_ce_layer_follows_is_no_site():
+    notes = {site.name: (site.default, site.note) for site in ce_sites(WithAndWithout())}
+    assert notes == {"norm": (False, "CE is already there"), "norm2": (True, "")}
+
+
 class Gated(nn.Module):
     def __init__(self):
         super().__init__()

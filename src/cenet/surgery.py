@@ -358,7 +358,7 @@ class _Norms:
         last = {max(block, key=sequence_number) for block in self.blocks}
         if len(self.in_blocks) < FEW * len(self.maps):
             last |= {node for node in outside if self._is_activated(node)}
-        self.chosen = {self.maps[node].module for node in last} & self.bare
+        self.chosen = {self.maps[node].module for node in last}
         has_ce = {node for node, call in self.maps.items() if call.module not in self.bare}
         self.reached = self.in_blocks | last | has_ce
 

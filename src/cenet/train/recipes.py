@@ -365,6 +365,7 @@ class Recipe(TrainingRecipe):
             ("label_smoothing ema", 0, 0.999999),
             ("label_corruption", 0, 1),
             ("rd_ratio", 1e-6, 1),
+            *(() if self.accuracy is None else (("accuracy", 0, 1),)),
         )
 
 
