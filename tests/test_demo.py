@@ -78,7 +78,7 @@ def test_the_headline_does_not_move_with_the_scale_of_a_network(demo, tmp_path):
     found, folder = demo
     loaded = find_network(str(folder / "BN-seed0"))
     rescale_(loaded.network, 10.0)
-    scaled, _ = diagnose_loaded(loaded, None, tmp_path, device="cpu", ablation_images=16)
+    scaled, _ = diagnose_loaded(loaded, None, device="cpu", ablation_images=16)
     (run,) = found["BN"]
     again = run._replace(diagnosis=scaled)
     assert headline({**found, "BN": [again]}) == headline(found)

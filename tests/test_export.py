@@ -15,6 +15,7 @@ from torchvision.transforms import v2
 import cenet.export
 import cenet.train.weights
 from _checks import relative_error
+from _disks import files_in
 from _training import TINY, call, few_digits, trainer
 from cenet.export import export_folded, export_onnx, photographs, sample_images
 from cenet.models import create_model
@@ -132,13 +133,50 @@ def test_weights_that_do_not_say_how_images_were_normalized(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("x", (), "its ending does not say the format"),
+        ("x.pth", (), "its ending does not say the format"),
+        ("x.pt2", ("--format", "onnx"), "--format onnx writes a file such as x.onnx"),
+        ("x.onnx", ("--format", "folded"), "--format folded writes a file such as x.pt2"),
+        ("x.safetensors", ("--format", "safetensors"), "--format safetensors writes a folder"),
+        ("x.onnx", ("--format", "safetensors"), "--format safetensors writes a folder"),
+        ("full", ("--format", "safetensors"), "the folder holds something else (photo.png)"),
+        ("file/x.onnx", (), "file: File exists; this is a file; choose another path"),
+    ],
+)
+def test_names_that_do_not_fit_a_format(name, options, message, run, tmp_path, monkeypatch):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "photo.png").touch()
+    (tmp_path / "file").touch()
+    before = files_in(tmp_path)
+    with pytest.raises(SystemExit, match="nothing was written to") as left:
+        call(monkeypatch, "export", str(run), "--out", str(tmp_path / name), *options)
+    assert message in left.value.code
+    assert files_in(tmp_path) == before
+
+
+def test_the_ending_says_the_format(run, tmp_path, monkeypatch, capsys):
+    for out, options, format in (
+        ("x.pt2", (), "folded"),
+        ("new", ("--format", "safetensors"), "safetensors"),
+        ("new", ("--format", "safetensors"), "safetensors"),  # its own folder is written again
+        ("repository", ("--format", "safetensors"), "safetensors"),
+    ):
+        (tmp_path / "repository" / ".git").mkdir(parents=True, exist_ok=True)
+        call(monkeypatch, "export", str(run), "--out", str(tmp_path / out), *options)
+        assert f"wrote {tmp_path / out} ({format}): " in capsys.readouterr().out
+    torch.export.load(tmp_path / "x.pt2")
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("nowhere",), "nowhere is not a folder; give a run, a folder of cenet.save, or"),
         (("ceresnet50",), "ceresnet50 needs its weights; give a run"),
         (("{run}", "--size", "0"), "--size 0 must be at least 1"),
         (("{run}", "--size", "1"), "--size 1 does not suit this network: "),
-        (("{run}", "--size", "100000000", "--format", "safetensors"), "--size 100000000 does not"),
+        (("{run}", "--size", "100000000"), "--size 100000000 does not"),
         (("{run}", "--data", "nowhere"), "--data nowhere is not a folder"),
         (("{run}", "--data", "{empty}"), "has no image files"),
         (("cevgg16", "{run}/weights.safetensors"), "holds cevgg6, not cevgg16"),
@@ -147,7 +185,7 @@ def test_weights_that_do_not_say_how_images_were_normalized(tmp_path, monkeypatc
 def test_what_cannot_be_exported_is_one_line(arguments, message, run, tmp_path, monkeypatch):
     given = [text.format(run=run, empty=tmp_path) for text in arguments]
     with pytest.raises(SystemExit, match="nothing was written to") as left:
-        call(monkeypatch, "export", *given, "--out", str(tmp_path / "x"))
+        call(monkeypatch, "export", *given, "--out", str(tmp_path / "x.onnx"))
     assert message in left.value.code
     assert len(left.value.code.splitlines()) == 1
 

@@ -25,10 +25,18 @@ from cenet.data.decoding import decode
 from cenet.data.sources import Folder
 from cenet.detection.job import write_left_out
 from cenet.export import export_folded, write_onnx
-from cenet.files import harmless, open_to_append, read_json, replace_file, replacing
+from cenet.files import (
+    harmless,
+    in_words,
+    open_to_append,
+    read_json,
+    replace_file,
+    replace_files,
+    replacing,
+)
 from cenet.models import create_model
 from cenet.report.elements import Column, Table
-from cenet.report.pages import table_csv, write_page
+from cenet.report.pages import table_csv, write_diagnosis, write_page
 from cenet.run_folder import CHANNELS, LOCK, METRICS, METRICS_CSV, locked, read_metrics
 from cenet.train import RECIPES, checkpoint
 from cenet.train.run_log import RunLog
@@ -77,6 +85,55 @@ def test_several_files_change_together(tmp_path):
     with pytest.raises(OSError, match="No such file"), replacing(*paths) as room:
         (room / "a").write_bytes(b"new")  # and b not
     assert files_in(tmp_path) == before
+
+
+def test_files_in_several_folders_change_together(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for root in (Path(), tmp_path / "absolute"):
+        root.mkdir(exist_ok=True)
+        page, figure = root / "page.html", root / "page_files" / "figure.svg"
+        replace_files({figure: b"1", page: b"1"})
+        with file_size_limit(1000), pytest.raises(OSError, match="File too large"):
+            replace_files({figure: b"2", page: bytes(2000)})
+        assert (figure.read_bytes(), page.read_bytes()) == (b"1", b"1")
+        assert [path.name for path in root.glob(".*")] == []
+        replace_files({figure: b"3", page: b"3"})
+        assert (figure.read_bytes(), page.read_bytes()) == (b"3", b"3")
+
+
+@pytest.mark.parametrize("size", [1000, 2650, 20000])
+def test_a_page_that_cannot_be_written_leaves_the_old_one_whole(size, tmp_path):
+    """And with it all figures and, of `cenet diagnose`, the diagnosis."""
+    old, new = (write_run(tmp_path / name, seed) for seed, name in enumerate(("old", "new")))
+    page, folder = tmp_path / "page.html", tmp_path / "out"
+    write_page([old], page)
+    write_diagnosis(Diagnosis.read(old / FILE), folder)
+    before = files_in(tmp_path)
+    with file_size_limit(size):
+        with pytest.raises(OSError, match="File too large"):
+            write_page([new], page)
+        with pytest.raises(OSError, match="File too large"):
+            write_diagnosis(Diagnosis.read(new / FILE), folder)
+    assert files_in(tmp_path) == before
+    write_page([new], page)
+    changed = {path for path, content in files_in(tmp_path).items() if content != before.get(path)}
+    assert {Path("page.html"), Path("page_files/activity.csv")} <= changed
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOTDIR, "there/x: Not a directory; a part of this path is a file"),
+        (errno.EACCES, "there/x: Permission denied; you may not write here"),
+        (errno.ENOSPC, "there/x: No space left on device; make room"),
+        (errno.EIO, "there/x: Input/output error"),
+    ],
+)
+def test_errors_of_the_system_in_words(number, words):
+    said = in_words(OSError(number, os.strerror(number), "there/x"))
+    assert said.startswith(words)
+    assert "Errno" not in said
+    assert in_words(OSError("odd")) == "odd"
 
 
 def test_new_files_are_on_the_disk_before_they_replace_the_old_ones(tmp_path, monkeypatch):

@@ -103,12 +103,12 @@ LEVELS = [
         "train",
     ),
     ("sharing", "export"),
-    (*("diagnosing", "diagnosing.images", "diagnosing.network", "diagnosing.command"),),
     (
         *("report.elements", "report.sources", "report.charts"),
         *("report.curves", "report.layers", "report.channels", "report.tables", "report.pages"),
         "report",
     ),
+    (*("diagnosing", "diagnosing.images", "diagnosing.network", "diagnosing.command"),),
     (
         *("detection.freezing", "detection.networks", "detection.deploy", "detection.recipes"),
         *("detection.synthetic", "detection.boxes_svg"),

@@ -118,7 +118,9 @@ def test_merging_a_norm_that_ce_follows_is_refused():
     assert insert_ce_(model) == ["0.bn"]
     with pytest.raises(AttributeError, match=r"would lose CE; use cenet\.fold_ce"):
         reparameterize_model(model)
-    assert not hasattr(model[0].bn, "weight")
+    for name in ("running_mean", "running_var", "weight", "bias", "eps"):
+        with pytest.raises(AttributeError, match=rf"has no {name}: merging .* would lose CE"):
+            getattr(model[0].bn, name)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = model[0].bn.nothing
 

@@ -110,7 +110,7 @@ def export(
     checkpoint: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="CKPT")] = None,
     *,
     out: Path,
-    format: Literal["onnx", "safetensors", "folded"] = "onnx",
+    format: Literal["onnx", "safetensors", "folded"] | None = None,
     size: int | None = None,
     data: Path | None = None,
 ) -> None:
@@ -124,24 +124,27 @@ def export(
             classes are kept; or with CKPT a CE network such as ceresnet50.
         checkpoint: weights of MODEL: those of a run, or .pth or .safetensors of a network with
             default arguments (or start="identity"), or a folder.
-        out: file to write, or to replace; for safetensors a folder, which timm reads as
-            local-dir:OUT.
-        format: onnx, safetensors, or folded: a program for torch.export.load.
+        out: file to write, or to replace, NAME.onnx or NAME.pt2; for safetensors a folder, which
+            timm reads as local-dir:OUT.
+        format: onnx, safetensors, or folded: a program for torch.export.load. By default onnx for
+            NAME.onnx and folded for NAME.pt2.
         size: height and width of the images to export for; by default the network's own.
-        data: folder of images to check the exported network on; by default parts of two
-            photographs.
+        data: folder of images to check the exported network on, as for `cenet train` or in any
+            folders; by default parts of two photographs.
     """
     source = Path(model) if checkpoint is None else checkpoint
     if out.exists() and source.exists() and out.samefile(source):
         raise SystemExit(f"--out {out} is the checkpoint itself; write to another place")
     with _waiting(f"exporting {model} and running it on images"):
-        from cenet.export import write_network
+        from cenet.export import chosen_format, write_network
+        from cenet.files import in_words
 
         try:
-            said = write_network(model, checkpoint, out, format, size=size, data=data)
+            chosen = chosen_format(out, format)
+            said = write_network(model, checkpoint, out, chosen, size=size, data=data)
         except (ValueError, OSError, RuntimeError) as error:
-            raise SystemExit(f"nothing was written to {out}: {error}") from error
-    print(f"wrote {out}: {said}")
+            raise SystemExit(f"nothing was written to {out}: {in_words(error)}") from error
+    print(f"wrote {out} ({chosen}): {said}")
 
 
 def diagnose(
@@ -160,9 +163,10 @@ def diagnose(
     """Measure what the channels of a network do, and say whether to prune, to try CE, or neither.
 
     Args:
-        model: a timm model name such as resnet50, torchvision/NAME, or a folder of `cenet train`.
-        data: folder of class folders with images, or of images without labels. A run on digits
-            needs none.
+        model: a timm model name such as resnet50, torchvision/NAME, or a folder of `cenet train` or
+            `cenet.save`.
+        data: folder of class folders with images, of images without labels, or of test images in
+            tar or parquet files as for `cenet train`. A run on digits needs none.
         checkpoint: weights of the model (.safetensors or .pth); random without. A run has its own.
         pretrained: download the weights that timm or torchvision have for the model.
         limit: largest number of images to use, chosen at random.
@@ -178,17 +182,16 @@ def diagnose(
     """
     with _waiting(IMPORTS):
         from cenet.diagnosing.command import run
-        from cenet.report import write_diagnosis_page
+        from cenet.files import in_words
 
     out = out or (Path(model) if Path(model).is_dir() else Path("diagnosis"))
     try:
-        found = run(
+        run(
             model, data, out, checkpoint=checkpoint, pretrained=pretrained, limit=limit, size=size,
             batch=batch, device=device, layer=layer, ablation_images=ablation_images,
         )  # fmt: skip
-        print(f"wrote {write_diagnosis_page(found, out / 'diagnosis.html')}")
     except (ValueError, OSError) as error:
-        raise SystemExit(str(error)) from error
+        raise SystemExit(in_words(error)) from error
 
 
 def demo(out: Path = Path("runs/demo"), epochs: int = 15, seeds: int = 3) -> None:
@@ -201,11 +204,12 @@ def demo(out: Path = Path("runs/demo"), epochs: int = 15, seeds: int = 3) -> Non
     """
     with _waiting(IMPORTS):
         from cenet.demo import run_demo
+        from cenet.files import in_words
 
     try:
         run_demo(out, epochs, seeds)
     except (ValueError, OSError) as error:
-        raise SystemExit(str(error)) from error
+        raise SystemExit(in_words(error)) from error
 
 
 def recipes() -> None:
@@ -256,12 +260,13 @@ def report(
     """
     with _waiting("writing the page"):
         from cenet.analysis.diagnosis import FILE
+        from cenet.files import in_words
         from cenet.report import NOT_DIAGNOSED, write_page
 
         try:
             page = write_page(runs, out)
         except (ValueError, OSError) as error:
-            raise SystemExit(str(error)) from error
+            raise SystemExit(in_words(error)) from error
     print(f"wrote {page}")
     for run in runs:
         if run.is_dir() and not (run / FILE).is_file():
@@ -285,10 +290,11 @@ def evaluate(
         device: where to run.
         recalibrate: number of training batches from which the running statistics of batch norm and
             CE are estimated first.
-        save: file for the recalibrated weights.
+        save: file for the recalibrated weights, NAME.safetensors.
     """
     with _waiting(f"evaluating {run}"):
         from cenet.distributed import is_first_process
+        from cenet.files import in_words
         from cenet.run_folder import WEIGHTS
         from cenet.train.command import results_in_words
         from cenet.train.job import evaluate_run
@@ -300,7 +306,7 @@ def evaluate(
             source = read_weights(run)[1]
             share = read_run(run, Recipe)[0].holdout
         except (ValueError, OSError) as error:
-            raise SystemExit(str(error) if is_first_process() else 1) from error
+            raise SystemExit(in_words(error) if is_first_process() else 1) from error
     if not is_first_process():
         return
     if source != WEIGHTS:
@@ -311,6 +317,8 @@ def evaluate(
             f"images held out by holdout={share:g}"
         )
     print(results_in_words(found))
+    if save is not None:
+        print(f"wrote the recalibrated weights to {save}")
 
 
 def train() -> None:
@@ -380,3 +388,7 @@ def _main() -> None:
         prog="cenet",
         description="Channel equilibrium for convolutional networks. --version prints the version.",
     )
+
+
+if __name__ == "__main__":
+    main()

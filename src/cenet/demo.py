@@ -154,11 +154,13 @@ def _epochs_done(job: Job) -> int:
 def _train_and_diagnose(job: Job) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         train(job)
-        diagnose_named(str(job.options.out), None, job.options.out, device="cpu")
+        found, _ = diagnose_named(str(job.options.out), None, device="cpu")
+        found.write(job.options.out / FILE)
         if job.recipe.block == "plain":
             loaded = find_network(str(job.options.out))
             rescale_(loaded.network, FACTOR)
-            diagnose_loaded(loaded, None, _rescaled_folder(job), device="cpu")
+            found, _ = diagnose_loaded(loaded, None, device="cpu")
+            found.write(_rescaled_folder(job) / FILE)
 
 
 @torch.no_grad()

@@ -18,9 +18,14 @@ from cenet.files import check_regular, replace_file, replacing
 from cenet.folding import fold_ce
 from cenet.nn import NormCE2d, ce_layers
 from cenet.nn.norms import is_batch_norm
-from cenet.run_folder import ABOUT, METRICS, read_metrics
+from cenet.run_folder import ABOUT, CONFIG, METRICS, read_metrics
 from cenet.sharing import load, save
 
+Format = Literal["onnx", "safetensors", "folded"]
+FORMATS: dict[str, Format] = {".onnx": "onnx", ".pt2": "folded"}  # by ending of the file
+WEIGHTS_FILES = (".safetensors", ".pth", ".pt")
+# files that a folder of `cenet.save` may already have when it is written
+OF_A_REPOSITORY = ("README.md", "LICENSE", ".git", ".gitattributes", ".gitignore")
 METADATA = "cenet"  # entry of exported files about images and classes
 SAMPLES = 8  # images on which an exported network is checked
 TOLERANCE = 1e-3  # of its logits, relative to the largest one
@@ -75,11 +80,35 @@ def load_network(name: str, checkpoint: Path) -> nn.Module:
     return network
 
 
+def chosen_format(out: Path, format: Format | None) -> Format:
+    """The format to write: the one that was asked for, or that of the ending of the file.
+
+    Raises:
+        ValueError: the ending says no format or another one, or a folder holds something else.
+    """
+    own = FORMATS.get(out.suffix)
+    chosen = format or own
+    if chosen is None:
+        raise ValueError(
+            "its ending does not say the format; end it in .onnx or .pt2, or add --format "
+            "safetensors to write a folder"
+        )
+    if own not in (None, chosen) or (chosen == "safetensors" and out.suffix in WEIGHTS_FILES):
+        ending = next((name for name, kind in FORMATS.items() if kind == chosen), None)
+        wanted = "a folder" if ending is None else f"a file such as {out.stem}{ending}"
+        raise ValueError(f"--format {chosen} writes {wanted}; choose another --out")
+    if chosen == "safetensors" and out.is_dir() and not (out / CONFIG).is_file():
+        others = sorted(path.name for path in out.iterdir() if path.name not in OF_A_REPOSITORY)
+        if others:
+            raise ValueError(f"the folder holds something else ({others[0]}); choose another --out")
+    return chosen
+
+
 def write_network(
     model: str,
     checkpoint: Path | None,
     out: Path,
-    format: Literal["onnx", "safetensors", "folded"],
+    format: Format,
     *,
     size: int | None = None,
     data: Path | None = None,
@@ -295,6 +324,16 @@ def sample_images(config: dict[str, Any], folder: Path | None, count: int = SAMP
     Raises:
         ValueError: there are no image files.
     """
+    transform = image_transform(config)
+    found = photographs() if folder is None else _images_in(folder)
+    return torch.stack([transform(image) for image in islice(found, count)])
+
+
+def image_transform(config: dict[str, Any]) -> Callable[[Any], Tensor]:
+    """From a PIL image in RGB to the normalized tensor that a network of this configuration takes.
+
+    Other numbers of channels than three have red, green and blue in turn.
+    """
     from timm.data.transforms_factory import create_transform
 
     channels, *size = config["input_size"]
@@ -303,12 +342,9 @@ def sample_images(config: dict[str, Any], folder: Path | None, count: int = SAMP
         input_size=(3, *size), crop_pct=config["crop_pct"],
         interpolation=config["interpolation"], mean=(0.0,) * 3, std=(1.0,) * 3,
     )  # fmt: skip
-    found = photographs() if folder is None else _images_in(folder)
-    # red, green and blue in turn, for any number of channels
-    images = torch.stack([pixels(image) for image in islice(found, count)])
-    images = images[:, [channel % 3 for channel in range(channels)]]
     mean, std = (torch.tensor(config[key])[:, None, None] for key in ("mean", "std"))
-    return (images - mean) / std
+    colours = [channel % 3 for channel in range(channels)]
+    return lambda image: (pixels(image)[colours] - mean) / std
 
 
 def photographs() -> Iterator[Any]:
@@ -328,11 +364,23 @@ def _images_in(folder: Path) -> Iterator[Any]:
     from PIL import Image
     from torchvision.datasets.folder import IMG_EXTENSIONS
 
+    from cenet.data.datasets import TEST, encoded, find_part
+    from cenet.data.decoding import decode
+
     if not folder.is_dir():
         raise ValueError(f"--data {folder} is not a folder")
+    packed = find_part(folder, TEST)
+    if packed is not None and packed.form != "folder":
+        source = encoded(packed).source
+        for place in range(0, len(source), max(1, len(source) // SAMPLES)):
+            yield decode(source, place)
+        return
     files = [path for path in sorted(folder.rglob("*")) if path.suffix.lower() in IMG_EXTENSIONS]
     if not files:
-        raise ValueError(f"--data {folder} has no image files ({', '.join(IMG_EXTENSIONS)})")
+        raise ValueError(
+            f"--data {folder} has no image files ({', '.join(IMG_EXTENSIONS)}), and no test-*.tar "
+            "or test-*.parquet"
+        )
     # evenly, so that all classes of a sorted folder may occur
     for path in files[:: max(1, len(files) // SAMPLES)]:
         check_regular(path)

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import mkdtemp
@@ -13,11 +13,32 @@ from typing import IO, Any
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r")  # first characters of formulas in a spreadsheet
 
+ADVICE = {
+    errno.ENOTDIR: "a part of this path is a file; choose another path",
+    errno.EEXIST: "this is a file; choose another path",
+    errno.ENOENT: "there is no such place; choose another path",
+    errno.EACCES: "you may not write here; choose another path",
+    errno.EPERM: "you may not write here; choose another path",
+    errno.EROFS: "nothing can be written here; choose another path",
+    errno.ENOSPC: "make room",
+    errno.EDQUOT: "make room",
+}
+
 
 def replace_file(path: Path, content: bytes) -> None:
     """Replace the content of `path` atomically; it is on the disk when this returns."""
-    with replacing(path) as room:
-        (room / path.name).write_bytes(content)
+    replace_files({path: content})
+
+
+def replace_files(contents: Mapping[Path, bytes]) -> None:
+    """Replace several files, one after the other, when all their contents are on the disk.
+
+    Args:
+        contents: by path. Folders below the one that holds all of the files are made.
+    """
+    with replacing(*contents) as room:
+        for path, content in contents.items():
+            (room / path.relative_to(_common_folder(*contents))).write_bytes(content)
 
 
 @contextmanager
@@ -29,21 +50,29 @@ def replacing(*paths: Path) -> Iterator[Path]:
     before; only this user can open it.
 
     Args:
-        paths: the files to replace, all in one folder.
+        paths: the files to replace, in one folder or in folders below it.
 
     Raises:
         OSError: with the first path as its file name; the files are as they were before.
     """
+    folder, room = _common_folder(*paths), None
+    inner = {path.parent for path in paths} - {folder}
+    for below in inner:
+        _check_no_link(below)
     for path in paths:
         check_regular(path)
-    folder, room = paths[0].parent, None
     try:
         room = Path(mkdtemp(prefix=f".{paths[0].name}.", dir=folder))
+        new = {path: room / path.relative_to(folder) for path in paths}
+        for written in new.values():
+            written.parent.mkdir(parents=True, exist_ok=True)
         yield room
-        for path in paths:
-            _sync(room / path.name)
-        for path in paths:
-            os.replace(room / path.name, path)
+        for written in new.values():
+            _sync(written)
+        for below in inner:
+            below.mkdir(parents=True, exist_ok=True)
+        for path, written in new.items():
+            os.replace(written, path)
     except Exception as error:
         number, reason = _system_error(error)
         if reason is None:
@@ -52,7 +81,13 @@ def replacing(*paths: Path) -> Iterator[Path]:
     finally:
         if room is not None:
             shutil.rmtree(room, ignore_errors=True)
-    _sync(folder)
+    for changed in (*inner, folder):
+        _sync(changed)
+
+
+def _common_folder(*paths: Path) -> Path:
+    """The folder that holds all of these files, some of them in folders below it."""
+    return Path(os.path.commonpath([path.parent for path in paths]))
 
 
 def check_regular(path: Path) -> None:
@@ -67,16 +102,23 @@ def open_to_append(path: Path) -> IO[str]:
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
-    if path.is_symlink():
-        raise OSError(errno.ELOOP, "a link, which may lead anywhere; remove it", str(path))
+    _check_no_link(path)
     check_regular(path)
     return open(path, "a", newline="", opener=opener)
 
 
+def in_words(error: Exception) -> str:
+    """The message of an error; of the system's, the path, the reason, and what can be done."""
+    if not isinstance(error, OSError) or error.strerror is None:
+        return str(error)
+    place = "" if error.filename is None else f"{error.filename}: "
+    advice = ADVICE.get(error.errno or 0)
+    return f"{place}{error.strerror}" + ("" if advice is None else f"; {advice}")
+
+
 def make_folder(path: Path) -> Path:
     """Make a folder whose name the user has not chosen; OSError if it is a link, as above."""
-    if path.is_symlink():
-        raise OSError(errno.ELOOP, "a link, which may lead anywhere; remove it", str(path))
+    _check_no_link(path)
     path.mkdir(parents=True, exist_ok=True)
     return path
 
@@ -101,6 +143,11 @@ def harmless(cell: Any) -> Any:
     except ValueError:
         return f"'{cell}"
     return cell
+
+
+def _check_no_link(path: Path) -> None:
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "a link, which may lead anywhere; remove it", str(path))
 
 
 def _system_error(error: Exception) -> tuple[int | None, str | None]:

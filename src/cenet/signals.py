@@ -59,7 +59,8 @@ class SignalWatch:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.asked = signal.Signals(number)
         SignalWatch.ever_asked = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager

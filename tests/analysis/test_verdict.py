@@ -32,9 +32,9 @@ def runs(tmp_path_factory):
     return root
 
 
-def verdict_of(folder, tmp_path, **options):
+def verdict_of(folder, **options):
     options = {"ablation_images": 0, **options}
-    return diagnose_named(str(folder), None, tmp_path / "out", device="cpu", **options)[0]
+    return diagnose_named(str(folder), None, device="cpu", **options)[0]
 
 
 def kill_(network, batches, share):
@@ -50,12 +50,12 @@ def kill_(network, batches, share):
     return dead
 
 
-def test_three_networks_get_three_verdicts(runs, tmp_path):
-    plain = verdict_of(runs / "digits_plain", tmp_path)
+def test_three_networks_get_three_verdicts(runs):
+    plain = verdict_of(runs / "digits_plain")
     assert plain.verdict.kind == "try CE"
     assert plain.verdict.command == "cenet train digits_ce --epochs 2 --seed 0"
     assert "of the 6 layers where it could go. Try it there." in plain.verdict.headline
-    equilibrated = verdict_of(runs / "digits_ce", tmp_path)
+    equilibrated = verdict_of(runs / "digits_ce")
     assert equilibrated.verdict.kind == "nothing to do"
     assert "CE is in 6 of 6 layers already" in equilibrated.verdict.headline
     assert equilibrated.verdict.next_step is None
@@ -85,11 +85,11 @@ def test_dead_channels_are_to_be_pruned(runs, tmp_path):
     assert eval(found.verdict.command, names) == found.prunable
 
 
-def test_too_few_images_do_not_condemn(runs, tmp_path, monkeypatch):
-    few = verdict_of(runs / "digits_plain", tmp_path, limit=299)
+def test_too_few_images_do_not_condemn(runs, monkeypatch):
+    few = verdict_of(runs / "digits_plain", limit=299)
     assert few.verdict.kind == "more images"  # not "try CE"
     assert "at least 300 images" in few.verdict.next_step
-    assert verdict_of(runs / "digits_plain", tmp_path, limit=300).verdict.kind == "try CE"
+    assert verdict_of(runs / "digits_plain", limit=300).verdict.kind == "try CE"
     layers = [replace(few.layers[0], prunable=tuple(range(9))), *few.layers[1:]]
     evidence = Evidence(layers, 299, False, few.accuracy, None, few.sites)
     condemned = judge(evidence)

@@ -9,6 +9,7 @@ from torchvision.ops import FrozenBatchNorm2d
 from _checks import RTOL, assert_close
 from _detection import CHANNELS, STEM, batch, resnet_over_list, small_detector
 from _distributed import run
+from _weights import repeated_draws
 from cenet import NormCE2d
 from cenet.detection import (
     ce_fpn_backbone,
@@ -217,9 +218,10 @@ def images_of(rank: int, ranks: int) -> torch.Tensor:
 
 def body_of(backbone: str) -> nn.Module:
     torch.manual_seed(3)
-    body = ce_fpn_backbone(
-        backbone, setting="synchronized", trainable_layers=5, channels=CHANNELS
-    ).body.double()
+    with repeated_draws():  # in the processes of the ranks too, which know no fixture
+        body = ce_fpn_backbone(
+            backbone, setting="synchronized", trainable_layers=5, channels=CHANNELS
+        ).body.double()
     with torch.no_grad():
         for parameter in body.parameters():
             if parameter.dim() == 1:

@@ -5,17 +5,21 @@ import os
 import resource
 import shutil
 import signal
+import tarfile
 from copy import deepcopy
 from dataclasses import replace
 from importlib import import_module
+from io import BytesIO
 
 import pytest
 import torch
 from PIL import Image
 from torch import nn
 from torchvision.models import get_weight
+from torchvision.transforms.functional import pil_to_tensor
 
 import cenet
+import cenet.export as export
 from _planted import Planted, Tangled, images
 from _training import call
 from cenet.analysis.diagnosis import Diagnosis
@@ -98,7 +102,7 @@ def test_flat_folder_and_limit(folder, tmp_path):
     assert found.data.images == 3
     assert found.data.classes is None
     assert (found.accuracy, found.importance, found.ablation) == (None, None, None)
-    assert find_images(tmp_path, 3) == find_images(tmp_path, 3)
+    assert find_images(tmp_path, 3).source.paths == find_images(tmp_path, 3).source.paths
 
 
 def test_train_and_test_folders_stand_for_the_test_images(folder, tmp_path):
@@ -366,7 +370,7 @@ def test_hidden_folders_and_a_folder_of_test_images_alone(folder, tmp_path):
     shutil.copytree(folder / "class0", hidden)
     found = find_images(tmp_path / "x")
     assert found.classes == expected.classes == ("class0", "class1", "class2")
-    assert len(found.paths) == len(expected.paths)
+    assert len(found.source) == len(expected.source)
 
 
 def test_a_run_of_cenet_train(tmp_path, capsys):
@@ -384,10 +388,65 @@ def test_a_run_of_cenet_train(tmp_path, capsys):
     assert found.model.checkpoint == str(out / "weights.safetensors")
     everything = run(str(out), None, tmp_path / "out", ablation_images=0)
     assert everything.accuracy.top1 == pytest.approx(evaluate_run(out)["test_top1"])
-    with pytest.raises(ValueError, match="a run with weights of its own"):
+    with pytest.raises(ValueError, match="a folder with weights of its own"):
         find_network(str(out), tmp_path / "weights.pth")
     with pytest.raises(ValueError, match="remove --pretrained"):
         find_network(str(out), pretrained=True)
+
+
+def test_a_folder_of_cenet_save(folder, tmp_path, monkeypatch, capsys):
+    """In one channel, with classes in another order than that of the alphabet."""
+    torch.manual_seed(0)
+    network = create_named("test_resnet", num_classes=3, in_chans=1)
+    cenet.insert_ce_(network, start="identity", example_input=torch.zeros(2, 1, 32, 32))
+    classes = ["class2", "class0", "class1"]
+    cenet.save(
+        network, tmp_path / "saved", classes=classes, image_size=32, mean=[0.4], std=[0.3],
+        network_args={"in_chans": 1, "num_classes": 3},
+    )  # fmt: skip
+    loaded = find_network(str(tmp_path / "saved"))
+    assert loaded.classes == tuple(classes)
+    grey = Image.new("RGB", (32, 32), (51, 7, 9))
+    shown = loaded.transform(32)(grey)
+    assert shown.shape == (1, 32, 32)
+    assert torch.allclose(shown, torch.tensor((51 / 255 - 0.4) / 0.3))
+    call(monkeypatch, "diagnose", str(tmp_path / "saved"), "--data", str(folder), "--device", "cpu")
+    found = Diagnosis.read(tmp_path / "saved" / "diagnosis.json")
+    assert found.data.classes == tuple(classes)
+    assert found.model.checkpoint == str(tmp_path / "saved" / "model.safetensors")
+    assert found.accuracy is not None
+    with pytest.raises(ValueError, match="remove --pretrained"):
+        find_network(str(tmp_path / "saved"), pretrained=True)
+
+
+def test_images_in_tar_files_are_those_of_their_folders(folder, tmp_path):
+    """In another order: shuffled as files of a folder are, and the tar file has its own."""
+    kept = sorted(path for path in folder.glob("class*/*.png") if path.name[0].isdigit())
+    with tarfile.open(tmp_path / "test-0.tar", "w") as tar:
+        for number, path in enumerate(kept):
+            tar.add(path, f"{number:03}.png")
+            label = path.parent.name[-1].encode()
+            about = tarfile.TarInfo(f"{number:03}.cls")
+            about.size = len(label)
+            tar.addfile(about, BytesIO(label))
+    (tmp_path / "classes.txt").write_text("class0\nclass1\nclass2\n")
+    found = find_images(tmp_path)
+    plain = find_images(folder)
+    assert found.classes == plain.classes == ("class0", "class1", "class2")
+    numbers = [int(found.source.where(place)[-7:-4]) for place in range(len(kept))]
+    assert sorted(numbers) == list(range(len(kept))) != numbers
+    assert found.labels == [kept[number].parent.name for number in numbers]
+    labels = [found.classes.index(name) for name in found.labels]
+    stream = ImageStream(found.source, labels, pil_to_tensor, 5)
+    shown = torch.cat([images for images, _ in stream])
+    expected = [pil_to_tensor(Image.open(kept[number]).convert("RGB")) for number in numbers]
+    assert torch.equal(shown, torch.stack(expected))
+    assert torch.cat([labels for _, labels in stream]).tolist() == labels
+    assert len(find_images(tmp_path, 5).source) == len(find_images(tmp_path, 5).labels) == 5
+    read = list(export._images_in(tmp_path))
+    assert [pixels.tobytes() for pixels in read] == [
+        Image.open(path).convert("RGB").tobytes() for path in kept
+    ]
 
 
 BAD = {
@@ -397,7 +456,10 @@ BAD = {
 
 
 def test_a_network_without_pretrained_weights(folder, tmp_path):
-    with pytest.raises(ValueError, match=r"ceresnet18 cannot be made: .*retrained"):
+    with pytest.raises(
+        ValueError,
+        match=r"the weights of ceresnet18 cannot be loaded: .*retrained.*--checkpoint FILE",
+    ):
         run("ceresnet18", folder, tmp_path, pretrained=True)
 
 
@@ -513,10 +575,10 @@ def test_recursion_bounds_and_links(tmp_path):
     (tmp_path / "a" / "loop").symlink_to(tmp_path / "a")
     os.mkfifo(tmp_path / "a" / "pipe.png")
     shown = find_images(tmp_path)
-    assert len(shown.paths) == 2
-    stream = ImageStream(shown.paths, None, lambda image: torch.zeros(3, 8, 8), 4)
+    assert len(shown.source) == 2
+    stream = ImageStream(shown.source, None, lambda image: torch.zeros(3, 8, 8), 4)
     assert [len(batch) for batch in stream] == [1]
-    assert [skipped.reason for skipped in stream.skipped] == ["not a file that can be opened"]
+    assert [skipped.reason for skipped in stream.skipped] == ["not a regular file"]
 
 
 def test_names_are_no_markup(tmp_path, capsys):

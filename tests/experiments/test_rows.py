@@ -13,6 +13,7 @@ from experiments.scheduling import Settings
 from torch import nn
 
 from _experiments import row
+from cenet.analysis.diagnosis import FILE
 from cenet.diagnosing.command import diagnose_named
 from cenet.train import RECIPES
 from cenet.train.job import Job, train
@@ -66,7 +67,8 @@ def test_a_run_leaves_rows_with_the_columns_of_the_committed_ones(tmp_path):
     assert parts_of(Run("resnet50_se")) == {"cams"}
     assert parts_of(Run("vgg16_ce", watched=True)) == parts_of(Run("vgg16_bd")) == frozenset()
     train(Job(run.made, Options(tmp_path)))
-    found, _ = diagnose_named(str(tmp_path), None, tmp_path, limit=48, ablation_images="all")
+    found, _ = diagnose_named(str(tmp_path), None, limit=48, ablation_images="all")
+    found.write(tmp_path / FILE)
     rows = collect(run, tmp_path, "command")
     for table in ("runs", "layers", "ablation"):
         assert list(rows[table][0]) == list(tables.read(table)[0]), table

@@ -378,8 +378,8 @@ def test_cli_exports_a_checkpoint(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("export", "resnet50", "w.pth", "--out", "x"), "resnet50 is not a CE network; use one of"),
-        (("export", "cevgg16", "none.pth", "--out", "x"), "none.pth is not a file"),
+        (("export", "resnet50", "w.pth", "--out", "x.onnx"), "resnet50 is not a CE network; use"),
+        (("export", "cevgg16", "none.pth", "--out", "x.onnx"), "none.pth is not a file"),
     ],
 )
 def test_cli_names_what_is_wrong(arguments, message, monkeypatch, capsys):

@@ -342,8 +342,8 @@ def disk_that_fills(kind, folder):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("limit on the size of files", "File too large: {}"),
-        ("full disk", "No space left on device: {}; make room, and the same command .*"),
+        ("limit on the size of files", "{}: File too large"),
+        ("full disk", "{}: No space left on device; make room, and the same command .*"),
     ],
 )
 def test_a_disk_that_fills_while_saving_is_one_line_and_nothing_whole_is_lost(
@@ -367,7 +367,7 @@ def saving_fails(folder, filled, message, monkeypatch):
     arguments += ["--epochs", "3", "--batch-size", "256", "--resume", "auto"]
     with filled(whole), pytest.raises(SystemExit) as left:
         call(monkeypatch, *arguments)
-    wanted = message.format("'.*step-000000005.safetensors'")
+    wanted = message.format("step-000000005.safetensors")
     assert re.fullmatch(f".*{wanted}", left.value.code)
     assert checkpoint.checkpoints(folder) == [whole]
     assert whole.read_bytes() == before
@@ -405,5 +405,5 @@ def test_checkpoints_by_time(tmp_path, monkeypatch):
     assert run("seldom", checkpoint_seconds=80) == [8, 12]
     assert run("never before the end", checkpoint_seconds=1000) == [12]
     assert run("both", checkpoint_seconds=50, checkpoint_every=4) == [4, 8, 12]
-    with pytest.raises(ValueError, match="checkpoint_seconds=-1 must be at least 0, and finite"):
+    with pytest.raises(ValueError, match="--checkpoint-seconds -1 must be at least 0"):
         trainer(PLAIN, tmp_path, few_digits(), checkpoint_seconds=-1)

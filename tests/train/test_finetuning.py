@@ -16,12 +16,13 @@ import torchvision
 from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
-from torchvision.transforms.functional import pil_to_tensor
+from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 
 import cenet
 import cenet.train.job as job
 from _training import ALONE, assert_same_run, call, metrics, stop_at, write_digits
-from cenet.data.datasets import InputSpec, Split, digits, load
+from cenet.data import datasets
+from cenet.data.datasets import FILES_MEAN, FILES_STD, InputSpec, Resident, Split, digits, load
 from cenet.distributed import Processes
 from cenet.run_folder import ABOUT, CONFIG, WEIGHTS
 from cenet.signals import Interrupted
@@ -151,6 +152,40 @@ def test_digits_are_scaled_and_repeated_for_a_stock_network():
     assert load(RECIPES["digits_ce"], None).test.images.shape[1:] == (1, 8, 8)
 
 
+def test_images_in_memory_are_made_smaller_as_by_another_library(monkeypatch):
+    random = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8, generator=random)
+    data = Resident(images, torch.tensor([0, 1]), ("a", "b"))
+    monkeypatch.setattr(datasets, "digits", lambda: Split(data, data))
+    found = load(replace(DIGITS, image_size=12), None).test.images
+    expected = torch.stack([
+        pil_to_tensor(to_pil_image(image).resize((12, 12), Image.Resampling.BILINEAR))
+        for image in images
+    ])  # fmt: skip
+    difference = found.int() - expected.int()
+    assert difference.abs().max() <= 1
+    assert difference.double().mean().abs() < 0.1  # rounded, not cut off
+
+    for fits in (len(images) * 3 * 12 * 12, len(images) * 3 * 12 * 12 - 1):
+        monkeypatch.setattr(datasets, "FITS", fits)
+        if fits % 2:
+            with pytest.raises(ValueError, match=r"2 images of 12×12 are more than"):
+                load(replace(DIGITS, image_size=12), None)
+        else:
+            load(replace(DIGITS, image_size=12), None)
+
+
+def test_values_of_an_input_spec():
+    written = InputSpec(("a",), (0.5,), (0.25,), "", in_memory=False).as_dict()
+    assert not InputSpec.from_dict(written).in_memory
+    del written["in_memory"]  # an earlier version
+    assert InputSpec.from_dict(written).in_memory
+    assert not InputSpec.from_dict({**written, "mean": FILES_MEAN, "std": FILES_STD}).in_memory
+    for std in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="std > 0"):
+            InputSpec.from_dict({**written, "std": [std]})
+
+
 def test_a_run_keeps_its_sites(run, monkeypatch):
     """Another version may choose other sites by default."""
     import cenet.train.weights as weights
@@ -277,17 +312,28 @@ def test_resumption_is_exact_and_another_network_is_refused(checkpoint, tmp_path
         ("--opt adamww", r"opt='adamww' is not an optimizer of timm \(did you mean adamw "),
         ("--opt adahessian", r"opt=adahessian needs second derivatives"),
         ("--opt kron", r"opt=kron has a state that checkpoints cannot hold"),
+        ("--opt cadafactorbv", r"opt=cadafactorbv has a state that checkpoints cannot hold"),
         ("--schedule cosin", r"cosine"),
         ("--block se", r"block=se is for the networks of the paper"),
         ("--norm gn", r"norm=gn is for the networks of the paper"),
+        ("--norm-places published", r"norm_places=published is for the networks of the paper"),
         ("--image-size 4", r"image_size=4 must be at least 8"),
         ("--pretrained --weights x", r"--weights x and --pretrained exclude each other"),
         ("", r"say where the images are with --data FOLDER"),
+        (
+            "--weights nowhere --dataset digits --block plain --augment none",
+            r"--weights nowhere is not there",
+        ),
+        ("--threads 0", r"--threads 0 must be at least 1"),
+        ("--workers -1", r"--workers -1 must be at least 0;"),
+        ("--checkpoint-seconds inf", r"--checkpoint-seconds inf must be at least 0, and finite"),
         ("--log-to mlflow", r"mlflow is not installed; pip install mlflow"),
     ],
 )
 def test_what_cannot_be_trained_is_one_line(arguments, message, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("cenet.train.options.find_spec", lambda _: None)
+    if "--model" not in arguments:
+        arguments = f"--model resnet18 {arguments}"
     given = ("train", "finetune", *arguments.split(), "--out", f"{tmp_path}/run")
     with pytest.raises(SystemExit) as left:
         call(monkeypatch, *given, "--device", "cpu")
@@ -433,6 +479,22 @@ def goes_on_exactly(name):
         assert torch.equal(value, second.state_dict()[key]), (name, key)
 
 
+def test_learning_rates_that_are_tensors_belong_to_their_groups():
+    """The same file may be loaded twice."""
+    rates = (0.5, 0.25)
+
+    def optimizer(*rates):
+        groups = [{"params": [nn.Parameter(torch.ones(2))], "lr": torch.tensor(r)} for r in rates]
+        return torch.optim.AdamW(groups)
+
+    tensors, metadata = optimizer_state(optimizer(*rates))
+    for _ in range(2):
+        found = optimizer(1.0, 1.0)
+        load_optimizer_(found, tensors, metadata)
+        assert tuple(float(group["lr"]) for group in found.param_groups) == rates
+        assert not any("lr" in group for group in metadata["groups"])
+
+
 @pytest.mark.parametrize("name", ["adamw", "lamb", "lion"])
 def test_an_optimizer_of_timm_goes_on_exactly(name):
     goes_on_exactly(name)
@@ -494,3 +556,20 @@ def test_cuda_graphs_train_as_without_them(opt, tmp_path):
         found.append(metrics(tmp_path / str(graphs)))
     for one, other in zip(*found, strict=True):
         assert other["train_loss"] == pytest.approx(one["train_loss"], rel=1e-2)
+
+
+def test_a_network_must_be_named(monkeypatch, capsys):
+    with pytest.raises(SystemExit, match=r"^finetune needs a network: --model NAME"):
+        call(monkeypatch, "train", "finetune", "--data", "photos")
+    with pytest.raises(SystemExit) as left:
+        call(monkeypatch, "train", "finetune", "--help")
+    assert left.value.code == 0
+
+
+def test_weights_that_cannot_be_downloaded(monkeypatch):
+    def fail(*_, **__):
+        raise OSError("no connection")
+
+    monkeypatch.setattr("timm.create_model", fail)
+    with pytest.raises(ValueError, match=r"resnet18 cannot be loaded: no connection; .*--weights"):
+        load_pretrained_(nn.Linear(1, 1), "resnet18", 2)

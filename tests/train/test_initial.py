@@ -63,7 +63,7 @@ def test_a_classifier_of_other_classes_begins_anew(plain):
 def test_weights_that_do_not_fit_are_refused(plain, tmp_path):
     with pytest.raises(ValueError, match=r"--weights .* are of another network: .* missing"):
         load_initial_weights_(made(RECIPES["vgg16_plain"]), plain, 10)
-    with pytest.raises(ValueError, match=r"nothing is not a file"):
+    with pytest.raises(ValueError, match=r"nothing is not there"):
         load_initial_weights_(made(PLAIN), plain / "nothing", 10)
     state = load_file(plain / WEIGHTS)
     name = next(iter(state))

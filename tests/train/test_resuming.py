@@ -276,6 +276,16 @@ def test_a_second_interrupt_stops_at_once(tmp_path):
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_an_interrupt_behind_sigterm_is_the_first_one(tmp_path):
+    engine = trainer(PLAIN, tmp_path, few_digits())
+    stop_at(engine, 3, signal.SIGTERM)
+    stop_at(engine, 3, signal.SIGINT)
+    with pytest.raises((Interrupted, KeyboardInterrupt)) as left:
+        engine.run()
+    assert left.type is Interrupted
+    assert checkpoint.checkpoint_path(tmp_path, 3).exists()
+
+
 def test_checkpoints_come_as_often_as_asked_and_two_stay(tmp_path, monkeypatch):
     written = []
     real = checkpoint.write
@@ -387,7 +397,7 @@ def test_what_a_full_disk_and_a_second_interrupt_say(tmp_path, capsys):
         raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "step-1"))
 
     with pytest.raises(
-        SystemExit, match=r"No space left.*step-1.*; make room, and the same command"
+        SystemExit, match=r"step-1: No space left on device; make room, and the same command"
     ):
         exit_with_reason(full, tmp_path)
 

@@ -52,6 +52,9 @@ def test_a_run_explains_itself_and_can_be_evaluated(tmp_path):
     assert changed == {name for name in before if "running" in name or "num_batches" in name}
     with pytest.raises(ValueError, match="recalibrate=-1 must be at least 1"):
         evaluate_run(out, device="cpu", recalibrate=-1)
+    for wrong in (tmp_path / "x.pth", tmp_path, tmp_path / "nowhere" / "x.safetensors"):
+        with pytest.raises(ValueError, match=f"--save {wrong}"):
+            evaluate_run(out, device="cpu", recalibrate=1, save=wrong)
     with pytest.raises(ValueError, match="add --recalibrate"):
         evaluate_run(out, device="cpu", save=saved)
     whole = (out / WEIGHTS).read_bytes()
@@ -175,7 +178,7 @@ def test_the_first_layer_that_is_not_finite_is_named():
         (("train", "digits_ce", "--lr", "inf"), "lr=inf must be at least 1e-12, and finite"),
         (("train", "digits_ce", "--lr", "nan"), "lr=nan must be at least 1e-12, and finite"),
         (("train", "digits_ce", "--momentum", "nan"), "momentum=nan must be 0 to 0.999999"),
-        (("train", "digits_ce", "--log-every", "0"), "log_every=0 must be at least 1"),
+        (("train", "digits_ce", "--log-every", "0"), "--log-every 0 must be at least 1"),
         (("train", "digits_ce", "--blok", "ce"), "Perhaps you meant"),
         (("train", "vgg16_ce"), "cifar10 is not built in; say where it is with --data FOLDER"),
         (("train", "digits_ce", "--out", "/proc/nowhere"), "/proc/nowhere"),

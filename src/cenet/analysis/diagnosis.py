@@ -373,7 +373,11 @@ class Diagnosis:
     def write(self, path: Path) -> None:
         """Write diagnosis.json; an existing file is replaced atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, (json.dumps(self.as_dict(), allow_nan=False) + "\n").encode())
+        replace_file(path, self.as_bytes())
+
+    def as_bytes(self) -> bytes:
+        """The content of diagnosis.json."""
+        return (json.dumps(self.as_dict(), allow_nan=False) + "\n").encode()
 
     @classmethod
     def read(cls, path: Path) -> "Diagnosis":

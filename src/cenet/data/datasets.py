@@ -233,7 +233,7 @@ def load_test(recipe: DataSettings, folder: Path | None) -> Resident | Encoded:
     if folder is not None and folder.is_dir() and find_part(folder, TRAIN) is None:
         test = find_part(folder, TEST)
         if test is not None:
-            return _in_memory(_encoded(test), recipe.image_size, resident=_is_resident(recipe))
+            return _in_memory(encoded(test), recipe.image_size, resident=_is_resident(recipe))
     return _load(recipe, folder).test
 
 
@@ -254,7 +254,7 @@ def _load_train(recipe: DataSettings, folder: Path | None) -> Resident | Encoded
     train = find_part(folder, TRAIN)
     if train is None:
         raise ValueError(f"{folder} must have the folder train, or train-*.tar, or train-*.parquet")
-    return _in_memory(_encoded(train), recipe.image_size, resident=_is_resident(recipe))
+    return _in_memory(encoded(train), recipe.image_size, resident=_is_resident(recipe))
 
 
 def _selected(data: Resident | Encoded, mask: Tensor) -> Resident | Encoded:
@@ -362,7 +362,7 @@ def image_folders(folder: Path, size: int, *, resident: bool) -> Split:
             f"{folder} must have the folders train and test (or val), or train-*.tar and "
             "test-*.tar, or train-*.parquet and test-*.parquet"
         )
-    parts = [_encoded(train), _encoded(test)]
+    parts = [encoded(train), encoded(test)]
     if parts[0].classes != parts[1].classes:
         sides = ((TRAIN[0], test.name, parts), (test.name, TRAIN[0], parts[::-1]))
         lacking = [
@@ -425,7 +425,8 @@ def _files(folder: Path, part: str, ending: str) -> list[Path]:
     return paths
 
 
-def _encoded(part: Part) -> Encoded:
+def encoded(part: Part) -> Encoded:
+    """The images of a part; ValueError if it is damaged, empty or without usable labels."""
     if part.form == "tar":
         return Encoded(*tar_images(part.paths, part.names))
     if part.form == "parquet":

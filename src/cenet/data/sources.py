@@ -102,10 +102,10 @@ class Folder:
 
 
 class Subset:
-    """Some images of a source, in the order of the source."""
+    """Some images of a source."""
 
     def __init__(self, source: Source, places: Iterable[int]) -> None:
-        """The images with these numbers, which must be in increasing order."""
+        """The images with these numbers, in this order."""
         self.source = source
         # an array: worker processes share its memory, while reading a list would copy it
         self.places = array("q", places)
@@ -115,7 +115,7 @@ class Subset:
         return len(self.places)
 
     def names(self) -> Iterator[str]:
-        """The names that the images have in the whole source."""
+        """The names that the images have in the whole source, in the order of the source."""
         chosen = set(self.places)
         return (name for place, name in enumerate(self.source.names()) if place in chosen)
 

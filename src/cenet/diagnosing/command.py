@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import Tensor
 
 from cenet.analysis.diagnose import diagnose, without_prunable
-from cenet.analysis.diagnosis import FILE, Cam, Diagnosis, Images, Layer, Model, Skipped
+from cenet.analysis.diagnosis import Cam, Diagnosis, Images, Layer, Model, Skipped
 from cenet.analysis.gradcam import overlays
 from cenet.analysis.verdict import Evidence, judge
 from cenet.data.datasets import CIFAR10_FOLDER, Resident, load_test
@@ -26,6 +26,7 @@ from cenet.diagnosing.images import NOT_AN_IMAGE, ImageStream, find_images
 from cenet.diagnosing.network import LoadedNetwork, find_network, num_outputs
 from cenet.distributed import start
 from cenet.formatting import percent
+from cenet.report import write_diagnosis
 from cenet.train.progress import progress_bar
 from cenet.train.recipes import RECIPES
 
@@ -59,28 +60,29 @@ class ImageSet(NamedTuple):
 
 
 def run(model: str, data: Path | None, out: Path, **options: Any) -> Diagnosis:
-    """Diagnose a network as `diagnose_named` does, and print the result."""
-    diagnosis, notes = diagnose_named(model, data, out, **options)
+    """Diagnose a network as `diagnose_named` does, print the result and write it to a folder."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file; it must be a folder")
+    diagnosis, notes = diagnose_named(model, data, show_progress=True, **options)
     print_summary(diagnosis, notes)
-    print(f"wrote {out / FILE}")
+    for path in write_diagnosis(diagnosis, out):
+        print(f"wrote {path}")
     return diagnosis
 
 
 def diagnose_named(
     model: str,
     data: Path | None,
-    out: Path,
     *,
     checkpoint: Path | None = None,
     pretrained: bool = False,
     **options: Any,
 ) -> tuple[Diagnosis, list[str]]:
-    """Diagnose a network given by name or by run, and write `out/diagnosis.json`.
+    """Diagnose a network given by name or by folder.
 
     Args:
         model: as for `find_network`, and so `checkpoint` and `pretrained`.
         data: folder of images.
-        out: folder of diagnosis.json.
         checkpoint: weights of the network.
         pretrained: take those of timm or torchvision instead.
         **options: as for `diagnose_loaded`.
@@ -91,17 +93,14 @@ def diagnose_named(
     Raises:
         ValueError: network, checkpoint, images or an option cannot be used; the message says which.
     """
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out} is a file; it must be a folder")
     _check(**options)
     loaded = find_network(model, checkpoint, pretrained=pretrained)
-    return diagnose_loaded(loaded, data, out, **options)
+    return diagnose_loaded(loaded, data, **options)
 
 
 def diagnose_loaded(
     loaded: LoadedNetwork,
     data: Path | None,
-    out: Path,
     *,
     limit: int | None = None,
     size: int | None = None,
@@ -109,18 +108,19 @@ def diagnose_loaded(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     layer: str | None = None,
     ablation_images: int | Literal["all"] | None = None,
+    show_progress: bool = False,
 ) -> tuple[Diagnosis, list[str]]:
     """Diagnose a network that is loaded already; otherwise as `diagnose_named`."""
     place = start(device).device
     loaded.network.to(place).eval()
     images = find_image_set(loaded, data, limit, size or loaded.size, batch)
-    with _progress() as progress:
+    with _progress(show_progress) as progress:
         tasks: dict[str, Any] = {}
 
         def report(what: str, done: int, of: int | None) -> None:
             if what not in tasks:
                 tasks[what] = progress.add_task(what, total=of or images.total)
-                if what == "ablation":
+                if what == "ablation" and show_progress:
                     progress.console.print(SLOW)
             progress.update(tasks[what], completed=done)
 
@@ -132,9 +132,7 @@ def diagnose_loaded(
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise ValueError(f"{loaded.name} cannot be run on these images: {reason}") from error
-    diagnosis = complete(found, loaded, data, images, place)
-    diagnosis.write(out / FILE)
-    return diagnosis, images.notes
+    return complete(found, loaded, data, images, place), images.notes
 
 
 def _check(**options: Any) -> None:
@@ -167,9 +165,9 @@ def find_image_set(
         raise ValueError(f"say which images to show to {loaded.name} with --data FOLDER")
     found = find_images(data, limit)
     labels, classes, note = _labels(found.labels, found.classes, loaded)
-    stream = ImageStream(found.paths, labels, loaded.transform(size), batch)
+    stream = ImageStream(found.source, labels, loaded.transform(size), batch)
     notes = [*([] if note is None else [note]), *_notes(loaded, f"the images in {found.folder}")]
-    return ImageSet(lambda: stream, len(found.paths), classes, found.skipped, notes, stream)
+    return ImageSet(lambda: stream, len(found.source), classes, found.skipped, notes, stream)
 
 
 def _notes(loaded: LoadedNetwork, images: str) -> list[str]:
@@ -257,10 +255,10 @@ def _pictures(loaded: LoadedNetwork, images: ImageSet, device: torch.device) -> 
     return overlays(loaded.network, first.to(device), labels, names)
 
 
-def _progress() -> Progress:
+def _progress(wanted: bool) -> Progress:
     columns = (TextColumn("{task.description:10}"), BarColumn(), MofNCompleteColumn())
     # in a log file, lines of a bar are noise
-    return progress_bar(*columns, shown=sys.stderr.isatty())
+    return progress_bar(*columns, shown=wanted and sys.stderr.isatty())
 
 
 def print_summary(diagnosis: Diagnosis, notes: Sequence[str] = ()) -> None:

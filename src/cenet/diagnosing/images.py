@@ -1,8 +1,9 @@
-"""A folder of images as a stream of batches. Unusable files are skipped and counted."""
+"""The images of a folder as a stream of batches. Unusable files are skipped and counted."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +12,9 @@ from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from cenet.analysis.diagnosis import Skipped
+from cenet.data.datasets import TEST, Encoded, encoded, find_part
 from cenet.data.decoding import eight_bits
+from cenet.data.sources import Folder, Source, Subset
 
 READERS = 4  # threads
 NOT_AN_IMAGE = "not an image file"
@@ -20,7 +23,7 @@ NOT_AN_IMAGE = "not an image file"
 class Found(NamedTuple):
     """The images of a folder."""
 
-    paths: list[Path]
+    source: Source
     labels: list[str] | None  # names of the class folders
     classes: tuple[str, ...] | None
     skipped: list[Skipped]
@@ -30,7 +33,8 @@ class Found(NamedTuple):
 def find_images(folder: Path, limit: int | None = None) -> Found:
     """Images of class folders, `folder/CLASS/*`, or of a flat folder, which has no labels.
 
-    Of a folder with `train` and `test` (or `val`) the latter is taken.
+    Of a folder with `train` and `test` (or `val`) the latter is taken, and so of tar and parquet
+    files, as `cenet train` takes them.
 
     Args:
         folder: where to look.
@@ -41,13 +45,19 @@ def find_images(folder: Path, limit: int | None = None) -> Found:
     """
     if not folder.is_dir():
         raise ValueError(f"--data {folder} is not a folder")
+    packed = find_part(folder, TEST)
+    if packed is not None and packed.form != "folder":
+        return _found_in(encoded(packed), folder, limit)
     if set(_folders(folder)) <= {"train", "test", "val"}:
         parts = (folder / name for name in ("test", "val"))
         folder = next((part for part in parts if part.is_dir()), folder)
     files = [path for path in _files(folder) if not _is_hidden(path.relative_to(folder))]
     paths = [path for path in files if path.suffix.lower() in IMG_EXTENSIONS]
     if not paths:
-        raise ValueError(f"{folder} has no image files ({', '.join(IMG_EXTENSIONS)})")
+        raise ValueError(
+            f"{folder} has no image files ({', '.join(IMG_EXTENSIONS)}), and no test-*.tar or "
+            "test-*.parquet"
+        )
     others = [path for path in files if path.suffix.lower() not in IMG_EXTENSIONS]
     skipped = [Skipped(str(path), NOT_AN_IMAGE) for path in others]
     classes: list[str] = []
@@ -56,13 +66,24 @@ def find_images(folder: Path, limit: int | None = None) -> Found:
         stray = [path for path in paths if path.parent == folder]
         skipped += [Skipped(str(path), "outside the class folders") for path in stray]
         paths = [path for path in paths if path.parent != folder]
-    # a stream sorted by class would begin with one class
-    order = torch.randperm(len(paths), generator=torch.Generator().manual_seed(0)).tolist()
-    paths = [paths[place] for place in order[:limit]]
+    paths = [paths[place] for place in _shuffled(len(paths))[:limit]]
     if not classes:
-        return Found(paths, None, None, skipped, folder)
+        return Found(Folder(paths), None, None, skipped, folder)
     labels = [path.relative_to(folder).parts[0] for path in paths]
-    return Found(paths, labels, tuple(classes), skipped, folder)
+    return Found(Folder(paths), labels, tuple(classes), skipped, folder)
+
+
+def _found_in(images: Encoded, folder: Path, limit: int | None) -> Found:
+    """The images of tar or parquet files."""
+    places = _shuffled(len(images.source))[:limit]
+    labels = [images.classes[int(images.labels[place])] for place in places]
+    return Found(Subset(images.source, places), labels, images.classes, [], folder)
+
+
+def _shuffled(count: int) -> list[int]:
+    """An order of images; a stream sorted by class would begin with one class."""
+    order: list[int] = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
+    return order
 
 
 def _files(folder: Path) -> list[Path]:
@@ -94,7 +115,7 @@ def _is_hidden(path: Path) -> bool:
 
 
 class ImageStream:
-    """Batches of images, or of images and labels, from files.
+    """Batches of images, or of images and labels, from a source.
 
     Attributes:
         skipped: files that could not be read, so far.
@@ -102,13 +123,13 @@ class ImageStream:
 
     def __init__(
         self,
-        paths: Sequence[Path],
+        source: Source,
         labels: Sequence[int] | None,
         transform: Callable[[Any], Tensor],
         batch: int,
     ) -> None:
         """Read nothing yet."""
-        self.paths, self.labels = paths, labels
+        self.source, self.labels = source, labels
         self.transform, self.batch = transform, batch
         self.skipped: list[Skipped] = []
 
@@ -117,8 +138,8 @@ class ImageStream:
         self.skipped = []
         usable = 0
         with ThreadPoolExecutor(READERS) as pool:
-            for start in range(0, len(self.paths), self.batch):
-                places = range(start, min(start + self.batch, len(self.paths)))
+            for start in range(0, len(self.source), self.batch):
+                places = range(start, min(start + self.batch, len(self.source)))
                 images, kept = [], []
                 for place, read in zip(places, pool.map(self._read, places), strict=True):
                     if isinstance(read, Skipped):
@@ -134,19 +155,24 @@ class ImageStream:
         if not usable:
             first = self.skipped[0]
             raise ValueError(
-                f"none of {len(self.paths)} image files can be read; the first: {first.path}: "
+                f"none of {len(self.source)} image files can be read; the first: {first.path}: "
                 f"{first.reason}"
             )
 
     def _read(self, place: int) -> Tensor | Skipped:
-        from PIL import Image
+        from PIL import Image, UnidentifiedImageError
 
-        path = self.paths[place]
-        if not path.is_file():  # a pipe would be waited for, for ever
-            return Skipped(str(path), "not a file that can be opened")
+        where = self.source.where(place)
         try:
-            with Image.open(path) as image:
+            content = BytesIO(self.source.read(place))
+        except OSError as error:
+            return Skipped(where, error.strerror or type(error).__name__)
+        try:
+            with Image.open(content) as image:
                 return self.transform(eight_bits(image).convert("RGB"))
+        except UnidentifiedImageError:  # its own message names the buffer
+            return Skipped(where, "cannot identify image file")
         except Exception as error:  # decoders raise many kinds on damaged bytes
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            return Skipped(str(path), reason.replace(str(path), "the file"))
+            return Skipped(
+                where, str(error).splitlines()[0] if str(error) else type(error).__name__
+            )

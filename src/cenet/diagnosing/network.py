@@ -12,9 +12,11 @@ from torchvision.transforms import v2
 from cenet.checkpoints import read_state
 from cenet.data.datasets import FILES_MEAN, FILES_STD, InputSpec, is_for_files
 from cenet.data.views import shown_in_test
-from cenet.export import load_network, load_weights_
+from cenet.export import image_transform, load_network, load_weights_
 from cenet.models import NETWORKS
-from cenet.models.lookup import create_named
+from cenet.models.lookup import DownloadError, create_named
+from cenet.run_folder import ABOUT, CONFIG, SAVED_WEIGHTS
+from cenet.sharing import load
 from cenet.train.recipes import Recipe, read_run
 from cenet.train.weights import load_run, read_weights
 
@@ -51,8 +53,8 @@ def find_network(
     """Load a network by name, or that of a run.
 
     Args:
-        model: a timm model, torchvision/NAME, or the folder of a run of `cenet train`.
-        checkpoint: its weights; a run brings its own.
+        model: a timm model, torchvision/NAME, or a folder of `cenet train` or `cenet.save`.
+        checkpoint: its weights; a folder brings its own.
         pretrained: take those of timm or torchvision instead. Random without either.
 
     Raises:
@@ -63,12 +65,18 @@ def find_network(
     if Path(model).is_dir():
         if pretrained or checkpoint is not None:
             option = "--pretrained" if pretrained else "--checkpoint"
-            raise ValueError(f"{model} is a run with weights of its own; remove {option}")
-        return _of_run(Path(model))
+            raise ValueError(f"{model} is a folder with weights of its own; remove {option}")
+        is_saved = (Path(model) / CONFIG).is_file() and not (Path(model) / ABOUT).is_file()
+        return _of_saved(Path(model)) if is_saved else _of_run(Path(model))
     if "/" in model and not model.startswith(("torchvision/", "timm/")):
         raise ValueError(f"{model} is not a folder; give a run, a timm model or torchvision/NAME")
     if checkpoint is None:
-        network = create_named(model, pretrained=pretrained)
+        try:
+            network = create_named(model, pretrained=pretrained)
+        except DownloadError as error:
+            raise ValueError(
+                f"{error}; give a file that you have with --checkpoint FILE"
+            ) from error
     else:
         network = _loaded(model, checkpoint)
     weights = "pretrained" if pretrained else None if checkpoint is None else str(checkpoint)
@@ -102,6 +110,22 @@ def _loaded(model: str, checkpoint: Path) -> nn.Module:
     network = create_named(model, len(matrices[-1]) if matrices else None)
     load_weights_(network, checkpoint)
     return network
+
+
+def _of_saved(folder: Path) -> LoadedNetwork:
+    network: Any = load(folder)
+    config = network.pretrained_cfg
+
+    def transform(size: int) -> Callable[[Any], Tensor]:
+        channels = config["input_size"][0]
+        return image_transform({**config, "input_size": (channels, size, size)})
+
+    names = config.get("label_names")
+    own, in_words = _imagenet(network) if names is None else (tuple(names), None)
+    return LoadedNetwork(
+        network, str(folder), str(folder / SAVED_WEIGHTS), config["input_size"][-1], transform,
+        own, in_words, None,
+    )  # fmt: skip
 
 
 def _of_run(run: Path) -> LoadedNetwork:

@@ -12,6 +12,10 @@ INTERPOLATIONS = ("bilinear", "bicubic", "nearest", "lanczos", "box", "hamming",
 BEYOND = 2**24  # no size, mean or deviation of images is as large
 
 
+class DownloadError(ValueError):
+    """The weights of a library cannot be loaded."""
+
+
 def create_named(
     name: str, num_classes: int | None = None, *, pretrained: bool = False, **args: Any
 ) -> nn.Module:
@@ -24,7 +28,7 @@ def create_named(
         **args: other arguments of the network.
 
     Raises:
-        ValueError: there is no such network, or its weights cannot be loaded.
+        ValueError: there is no such network; DownloadError if its weights cannot be loaded.
     """
     if num_classes is not None:
         args["num_classes"] = num_classes
@@ -34,11 +38,13 @@ def create_named(
 
         short = name.removeprefix("torchvision/")
         weights = "DEFAULT" if pretrained else None
-        return _made(name, partial(torchvision.models.get_model, short, weights=weights, **args))
+        make = partial(torchvision.models.get_model, short, weights=weights, **args)
+        return _made(name, make, pretrained)
     import timm
 
     short = name.removeprefix("timm/")
-    return _made(name, partial(timm.create_model, short, pretrained=pretrained, **args))
+    make = partial(timm.create_model, short, pretrained=pretrained, **args)
+    return _made(name, make, pretrained)
 
 
 def check_name(name: str) -> None:
@@ -127,10 +133,12 @@ def check_image_config(config: Any) -> None:
     raise ValueError(f"pretrained_cfg lacks {problem}")
 
 
-def _made(name: str, make: Callable[[], nn.Module]) -> nn.Module:
+def _made(name: str, make: Callable[[], nn.Module], pretrained: bool) -> nn.Module:
     try:
         return make()
     # no network, no such file, no such argument: each library has its own errors
     except (OSError, RuntimeError, TypeError, ValueError) as error:
         reason = str(error).splitlines()[0]
+        if pretrained:
+            raise DownloadError(f"the weights of {name} cannot be loaded: {reason}") from error
         raise ValueError(f"{name} cannot be made: {reason}") from error

@@ -4,6 +4,6 @@ from cenet.extras import require
 
 require("report")
 
-from cenet.report.pages import NOT_DIAGNOSED, write_diagnosis_page, write_page
+from cenet.report.pages import NOT_DIAGNOSED, write_diagnosis, write_diagnosis_page, write_page
 
-__all__ = ["NOT_DIAGNOSED", "write_diagnosis_page", "write_page"]
+__all__ = ["NOT_DIAGNOSED", "write_diagnosis", "write_diagnosis_page", "write_page"]

@@ -4,7 +4,7 @@ import csv
 import io
 import re
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from hashlib import sha256
 from pathlib import Path
@@ -16,7 +16,7 @@ import cenet.report.channels as channels
 import cenet.report.layers as layers
 import cenet.report.tables as tables
 from cenet.analysis.diagnosis import FILE, Diagnosis
-from cenet.files import harmless, make_folder, replace_file
+from cenet.files import harmless, replace_files
 from cenet.formatting import count, show
 from cenet.report.charts import DARK, LIGHT, MARKS, STYLE, standalone
 from cenet.report.curves import training_figures, watched_figures
@@ -77,6 +77,16 @@ def write_diagnosis_page(diagnosis: Diagnosis | Path | str, out_path: Path | str
         path = Path(diagnosis)
         diagnosis = Diagnosis.read(path / FILE if path.is_dir() else path)
     return save_page(build_page([from_diagnosis(diagnosis)], kind="cenet diagnose"), target)
+
+
+def write_diagnosis(diagnosis: Diagnosis, folder: Path) -> tuple[Path, Path]:
+    """Write diagnosis.json and diagnosis.html into a folder, old ones replaced by both or none."""
+    file, page = folder / FILE, page_path(folder / "diagnosis.html")
+    save_page(
+        build_page([from_diagnosis(diagnosis)], kind="cenet diagnose"), page,
+        {file: diagnosis.as_bytes()},
+    )  # fmt: skip
+    return file, page
 
 
 def build_page(
@@ -151,14 +161,18 @@ def page_path(out: Path | str) -> Path:
     return path
 
 
-def save_page(page: Page, path: Path) -> Path:
-    """Write the figures first and then the page, so that an existing page is complete."""
-    folder = make_folder(path.with_name(f"{path.stem}_files"))
-    for section in page.sections:
-        for figure in section.figures:
-            for name, content in _files(figure):
-                replace_file(folder / name, content.encode())
-    replace_file(path, render(page, folder.name).encode())
+def save_page(page: Page, path: Path, beside: Mapping[Path, bytes] | None = None) -> Path:
+    """Write a page, its figures, and other files beside it; old ones are replaced by all or none.
+
+    The page comes last, so that an existing page is complete.
+    """
+    folder = path.with_name(f"{path.stem}_files")
+    figures = [figure for section in page.sections for figure in section.figures]
+    drawn = {
+        folder / name: content.encode() for figure in figures for name, content in _files(figure)
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_files({**drawn, **(beside or {}), path: render(page, folder.name).encode()})
     return path
 
 

@@ -13,6 +13,7 @@ import tyro
 import cenet.signals as signals
 from cenet.arguments import parse as arguments_of
 from cenet.distributed import is_first_process, rank
+from cenet.files import in_words
 from cenet.formatting import percent
 from cenet.signals import Interrupted, SignalWatch
 from cenet.train.job import Job, train
@@ -22,6 +23,7 @@ from cenet.train.recipes import RECIPES, find_recipe
 from cenet.train.times import LIBRARIES, Clock, process_age
 
 EXAMPLE = "digits_ce"
+STOCK = "finetune"  # the recipe for any network
 # the disk or the quota of the user is full
 FULL = (errno.ENOSPC, errno.EDQUOT)
 # parts of the errors of gloo and NCCL when another process has ended
@@ -31,6 +33,10 @@ J = TypeVar("J")
 
 def parse(arguments: list[str]) -> Job:
     """The job of a command line."""
+    name, *rest = arguments or [""]
+    asked = [argument.partition("=")[0] for argument in rest]
+    if name == STOCK and not {"--model", "--network", "-h", "--help"} & {*asked}:
+        raise SystemExit(f"{name} needs a network: --model NAME, of timm, or torchvision/NAME")
     return parse_job(
         arguments,
         lambda name: Job(find_recipe(name), Options(Path("runs") / name)),
@@ -112,9 +118,9 @@ def exit_with_reason(run: Callable[[], dict[str, Any]], out: Path) -> dict[str, 
         print(error if is_first_process() else f"process {rank()}: {error}", file=sys.stderr)
         sys.exit(DIVERGED)
     except (ValueError, OSError) as error:
-        reason = str(error)
+        reason = in_words(error)
         if isinstance(error, OSError) and error.errno in FULL:
-            reason += "; make room, and the same command with --resume auto goes on"
+            reason += ", and the same command with --resume auto goes on"
         raise SystemExit(reason if is_first_process() else f"process {rank()}: {reason}") from error
     except RuntimeError as error:
         if "WORLD_SIZE" not in os.environ or not any(text in str(error) for text in GONE):

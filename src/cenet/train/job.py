@@ -228,6 +228,16 @@ def _check_folder(options: RunOptions) -> None:
         )
 
 
+def _check_file(save: Path) -> None:
+    """Raise ValueError before the work if recalibrated weights could not be written there."""
+    if save.suffix != ".safetensors" or save.is_dir():
+        raise ValueError(f"--save {save} must be a file that ends in .safetensors")
+    if not save.parent.is_dir():
+        raise ValueError(
+            f"--save {save}: {save.parent} is not a folder; make it, or choose another"
+        )
+
+
 def evaluate_run(
     run: Path,
     data: Path | None = None,
@@ -247,10 +257,12 @@ def evaluate_run(
         device: as in `Job`.
         recalibrate: number of training batches from which to estimate the running statistics of
             batch norm and CE first. Averaged weights need it.
-        save: file for the recalibrated weights.
+        save: file for the recalibrated weights, NAME.safetensors.
     """
     if save is not None and recalibrate == 0:
         raise ValueError(f"--save {save} is for recalibrated weights; add --recalibrate BATCHES")
+    if save is not None:
+        _check_file(save)
     if recalibrate < 0:
         raise ValueError(f"recalibrate={recalibrate} must be at least 1")
     from torch.optim.swa_utils import update_bn

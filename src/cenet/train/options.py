@@ -51,9 +51,11 @@ class RunOptions:
         for name, least in least_values.items():
             value = getattr(self, name)
             if not least <= value < float("inf"):
-                raise ValueError(f"{name}={value} must be at least {least}, and finite")
+                option, finite = f"--{name.replace('_', '-')}", isinstance(value, float)
+                end = ", and finite" if finite else ""
+                raise ValueError(f"{option} {value} must be at least {least}{end}")
         if self.threads is not None and self.threads < 1:
-            raise ValueError(f"threads={self.threads} must be at least 1")
+            raise ValueError(f"--threads {self.threads} must be at least 1")
         if self.log_to is not None and find_spec(self.log_to) is None:
             raise ValueError(f"{self.log_to} is not installed; pip install {self.log_to}")
 

@@ -18,7 +18,13 @@ from cenet.data.views import TEST_CROP
 from cenet.files import read_json, replace_file, replacing
 from cenet.internals import timm_config_writer
 from cenet.models import create_model
-from cenet.models.lookup import check_image_config, create_named, image_config, weights_name
+from cenet.models.lookup import (
+    DownloadError,
+    check_image_config,
+    create_named,
+    image_config,
+    weights_name,
+)
 from cenet.nn import NormCE2d
 from cenet.run_folder import ABOUT, CONFIG, SAVED_WEIGHTS, WEIGHTS
 from cenet.surgery import LAYERS, WITH_CE, Settings, insert_ce_, restore_ce_
@@ -270,6 +276,8 @@ def load_initial_weights_(network: nn.Module, path: Path, classes: int) -> Initi
         ValueError: the weights are of another network, or not finite.
     """
     file = path
+    if not path.exists():
+        raise ValueError(f"--weights {path} is not there; give a file, or a folder of a run")
     if path.is_dir():
         file = next(
             (f for f in (path / WEIGHTS, path / SAVED_WEIGHTS) if f.is_file()), path / WEIGHTS
@@ -285,7 +293,12 @@ def load_pretrained_(network: nn.Module, name: str, classes: int) -> InitialWeig
     Raises:
         ValueError: there are none, or they cannot be downloaded.
     """
-    trained = create_named(name, pretrained=True)
+    try:
+        trained = create_named(name, pretrained=True)
+    except DownloadError as error:
+        raise ValueError(
+            f"{error}; instead of --pretrained, give a file that you have with --weights FILE"
+        ) from error
     return _load_(network, trained.state_dict(), weights_name(name, trained), classes)
 
 
