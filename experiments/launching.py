@@ -13,6 +13,7 @@ from pathlib import Path
 
 # importing them starts no thread of Python and does not touch the GPU, so that a fork is safe
 LIBRARIES = ["torchvision", "timm", "cenet.cli", "cenet.train", "experiments.__main__"]
+BEGINNING = "$ python -m "  # of a command in a log
 
 
 class Command:
@@ -47,6 +48,8 @@ class Command:
 
 def _run(module: str, arguments: list[str], log: Path) -> None:
     with log.open("ab") as file:
+        file.write(f"{BEGINNING}{module} {' '.join(arguments)}\n".encode())
+        file.flush()
         for stream in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), stream.fileno())
     # a forkserver has its children start theirs by a forkserver too, which loaders are not made for

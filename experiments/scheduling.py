@@ -1,5 +1,6 @@
 """Runs side by side on one device: each is `cenet train`, then `cenet diagnose`, then rows."""
 
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -16,11 +17,12 @@ from cenet.run_folder import METRICS, WEIGHTS, read_metrics
 from cenet.train.nonfinite import DIVERGED
 from experiments.collecting import collect, parts_of
 from experiments.costs import seconds
-from experiments.launching import Command
+from experiments.launching import BEGINNING, Command
 from experiments.runs import Run
 from experiments.tables import RESULTS, Row, add, names, read
 
 EMBEDDED = ("digits", "shapes")
+RAISED = re.compile(r"[\w.]*(Error|Exception)(: |$)")
 BATCH = 250  # of a diagnosis
 SMALL = 64  # height of images that are all ablated
 LARGE_IMAGES = 5000  # that are ablated of larger ones
@@ -124,10 +126,17 @@ def state(run: Run, settings: Settings, known: set[str]) -> str:
 
 
 def last_words(log: Path) -> str:
-    """The last line of a log that says something, without the frame that tyro draws around it."""
-    lines = [line.strip("╭─╮│╰╯ ") for line in log.read_text(errors="replace").splitlines()]
+    """The line that says why the last command of a log failed.
+
+    That is the exception, which more lines can follow (CUDA's advice does), or else the last line,
+    without the frame that tyro draws around it.
+    """
+    text = "\n" + log.read_text(errors="replace")
+    own = text.rpartition(f"\n{BEGINNING}")[2].splitlines()[1:]
+    lines = [line.strip("╭─╮│╰╯ ") for line in own]
     said = [line for line in lines if line and not line.startswith("For full helptext")]
-    return said[-1] if said else "it said nothing"
+    raised = [line for line in said if RAISED.match(line)]
+    return (raised or said or ["it said nothing"])[-1]
 
 
 class Schedule:

@@ -16,7 +16,7 @@ from experiments.catalogue import RESULTS
 from experiments.lasting_result import CASES
 from experiments.launching import Command
 from experiments.runs import DetectorRun, Run, runs
-from experiments.scheduling import Schedule, Settings, state
+from experiments.scheduling import Schedule, Settings, last_words, state
 
 import cenet
 from _experiments import EVERY, ROOT, Ended
@@ -83,7 +83,7 @@ def test_a_command_has_the_arguments_log_and_exit_code_of_a_process_of_its_own(t
         command.wait()
         assert command.poll() == code
     lines = log.read_text().splitlines()
-    assert lines[:2] == ["before", f"cenet {cenet.__version__}"]
+    assert lines[:3] == ["before", "$ python -m cenet --version", f"cenet {cenet.__version__}"]
     assert lines[-1].startswith("'nothing' is not a recipe")
 
 
@@ -96,7 +96,7 @@ def test_a_command_starts_processes_as_one_of_its_own_does(tmp_path, monkeypatch
     alone = subprocess.run(
         [sys.executable, tmp_path / "says.py"], capture_output=True, text=True, check=True
     )
-    assert (tmp_path / "log").read_text() == alone.stdout
+    assert (tmp_path / "log").read_text().partition("\n")[2] == alone.stdout
 
 
 def test_a_trial_that_diverges_is_the_worst_of_all(tmp_path):
@@ -317,6 +317,29 @@ def test_two_processes_train_and_write_once(tmp_path):
     (found,) = tables.read("runs", tmp_path / "rows")
     folder = tmp_path / "runs" / found["name"]
     assert json.loads((folder / "run.json").read_text())["environment"]["processes"] == 2
+
+
+TRACEBACK = """$ python -m cenet.cli train r
+Traceback (most recent call last):
+  File "a.py", line 1, in <module>
+torch.AcceleratorError: CUDA error: out of memory
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        (TRACEBACK, "torch.AcceleratorError: CUDA error: out of memory"),
+        (TRACEBACK + "$ python -m cenet.cli diagnose r\nno such folder\n", "no such folder"),
+        ("Error importing a: none\n│ lr=-1 is low │\n│ For full helptext\n", "lr=-1 is low"),
+        ("$ python -m cenet.cli train r\n", "it said nothing"),
+        ("", "it said nothing"),
+    ],
+)
+def test_the_words_of_a_failed_run_are_those_that_say_why(log, words, tmp_path):
+    (tmp_path / "r.log").write_text(log)
+    assert last_words(tmp_path / "r.log") == words
 
 
 @pytest.mark.slow
