@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from _checks import assert_close
 from _networks import HEAVY, NETWORKS, UNFOLDABLE, create, images, settle
@@ -21,7 +22,7 @@ from cenet import (
     update_ce_stats,
 )
 from cenet.folding import ConvWeights, fold_conv_weights
-from cenet.nn.folded import Finish, FoldedCE2d
+from cenet.nn.folded import ROWS_OF_LARGE_MAPS, Finish, FoldedCE2d
 
 pytestmark = pytest.mark.usefixtures("quick_weights")
 
@@ -450,6 +451,41 @@ def test_one_convolution_and_its_norm_ce_fold_alone(layer, conv):
     assert_close("with a residual", rest(folded(x), residual, nn.ELU()), expected, 1e-10)
     now = nn.Sequential(before, after).state_dict()
     assert all(torch.equal(value, now[name]) for name, value in state.items())
+
+
+class Layouts(TorchDispatchMode):
+    """Counts results of one size that are not in channels_last."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.others = size, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.shape == self.size:
+            self.others += not result.is_contiguous(memory_format=torch.channels_last)
+        return result
+
+
+@pytest.mark.parametrize("layer", [ChannelEquilibrium2d, InstanceReweighting2d])
+@pytest.mark.parametrize("channels", [32, 24])
+@pytest.mark.parametrize("side", [5, 21])
+def test_a_folded_layer_works_in_channels_last(layer, channels, side):
+    """Small maps and large ones; 24 channels have a ragged group."""
+    assert 5**2 < ROWS_OF_LARGE_MAPS < 21**2
+    before, after = pair(layer, channels=channels, act=nn.ReLU())
+    x = (torch.randn(3, 6, side, side) + 20).contiguous(memory_format=torch.channels_last)
+    residual = torch.randn(3, channels, side, side).contiguous(memory_format=torch.channels_last)
+    expected = after(before(x.double()), residual.double())
+    folded, rest = (module.float() for module in fold_conv_norm_ce(before, after))
+    maps = folded.to(memory_format=torch.channels_last)(x)
+    assert_close("with gradients", rest(maps, residual), expected, 1e-5)
+    with torch.no_grad(), Layouts(maps.shape) as layouts:
+        y = rest(maps, residual)
+    assert_close("without", y, expected, 1e-5)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    if channels % 16 == 0 or layer is InstanceReweighting2d:
+        assert layouts.others == 0
 
 
 def test_decorrelation_alone_leaves_nothing_of_one_pair_but_its_activation():

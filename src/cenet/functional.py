@@ -242,19 +242,21 @@ def moments(
         found = moments(x, group_size, pool, sign, offset)
         assert found.window_mean is not None
         return found._replace(mean=found.mean + center, window_mean=found.window_mean + center)
-    if group_size is None:
-        mean = x.mean((2, 3))
-        return Moments(offset + mean, x.square().mean((2, 3)) - mean.square(), None, pixels)
-    mean, var, cov = _Moments.apply(x, offset, group_size)
+    if group_size is not None and pool == 1:
+        mean, var, cov = _Moments.apply(x, offset, group_size)
+        mean = offset + mean
+        return Moments(mean, var, cov, pixels, mean)
+    mean = x.mean((2, 3))
+    var = x.square().mean((2, 3)) - mean.square()
     mean = offset + mean
-    if pool > 1:
-        sign = torch.ones_like(mean[0]) if sign is None else sign.to(x.dtype)
-        pooled = max_pool2d(sign[:, None, None] * x, pool, ceil_mode=True) * sign[:, None, None]
-        windows = centered(pooled)
-        offset = offset + (windows.offset + windows.center)
-        window_mean, _, cov = _Moments.apply(windows.values, offset, group_size)
-        return Moments(mean, var, cov, pixels, offset + window_mean)
-    return Moments(mean, var, cov, pixels, mean)
+    if group_size is None:
+        return Moments(mean, var, None, pixels)
+    sign = torch.ones_like(mean[0]) if sign is None else sign.to(x.dtype)
+    pooled = max_pool2d(sign[:, None, None] * x, pool, ceil_mode=True) * sign[:, None, None]
+    windows = centered(pooled)
+    offset = offset + (windows.offset + windows.center)
+    window_mean, _, cov = _Moments.apply(windows.values, offset, group_size)
+    return Moments(mean, var, cov, pixels, offset + window_mean)
 
 
 @full_precision

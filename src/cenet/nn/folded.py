@@ -8,6 +8,7 @@ from torch import Tensor, nn
 import cenet.nn.fused as fused
 from cenet import functional as F
 from cenet import ops
+from cenet.internals import is_batched, is_tracing
 from cenet.kernels.call import FoldedCECall
 from cenet.nn.base import EquilibriumLayer, call_as_leaf, finish, is_proxy, refuse_script
 from cenet.nn.equilibrium import (
@@ -17,6 +18,9 @@ from cenet.nn.equilibrium import (
 )
 
 Branch = TypeVar("Branch", bound=EquilibriumLayer)
+
+# pixels from which products per image, with all of its map, are faster than products of all images
+ROWS_OF_LARGE_MAPS = 400
 
 
 class FoldedCE2d(nn.Module):
@@ -71,15 +75,15 @@ class FoldedCE2d(nn.Module):
         dtype = F.statistics_dtype(x)
         matrix = None if self.matrix is None else self.matrix.to(dtype)
         d, c = None, self.matrix_shift.to(dtype)[None]
+        in_rows = _is_in_rows(x)
         if self.ir is not None:
-            pixels = x.shape[2] * x.shape[3]
-            mean = x.mean((2, 3), dtype=dtype)
-            spread = torch.linalg.vector_norm(x - mean[:, :, None, None], dim=(2, 3))
-            moments = F.Moments(mean, spread.square() / pixels, None, pixels)
-            one = mean.new_ones(x.shape[1])
+            moments = _moments_of_rows(x) if in_rows else _moments(x)
+            one = moments.mean.new_ones(x.shape[1])
             gain = self.ir.gain(moments, one, self.ir.inv_std(one, None))
             d = self.gain_weight * gain + self.gain_offset
             c = c + d * self.shift
+        if in_rows and matrix is not None and x.shape[1] % matrix.shape[-1] == 0:
+            return finish(_map_rows(x, matrix, d, c), act, residual)
         return finish(F.mix(x, matrix, d, c), act, residual)
 
 
@@ -99,6 +103,58 @@ class Finish(nn.Module):
     ) -> Tensor:
         """act(x + residual)."""
         return finish(x, self.act if act is None else act, residual)
+
+
+def _moments(x: Tensor) -> F.Moments:
+    pixels = x.shape[2] * x.shape[3]
+    mean = x.mean((2, 3), dtype=F.statistics_dtype(x))
+    spread = torch.linalg.vector_norm(x - mean[:, :, None, None], dim=(2, 3))
+    return F.Moments(mean, spread.square() / pixels, None, pixels)
+
+
+def _is_in_rows(x: Tensor) -> bool:
+    """Whether x is on a CPU in channels_last, each pixel a row, and needs no gradients.
+
+    It is then measured and mapped as it lies. `functional.mix` would copy it into contiguous layout
+    and the result back, which takes longer than all the rest.
+    """
+    if x.device.type != "cpu" or x.dtype != F.statistics_dtype(x) or torch.is_grad_enabled():
+        return False
+    if torch.compiler.is_compiling() or is_tracing() or is_batched(x):
+        return False
+    return F.is_channels_last(x)
+
+
+def _moments_of_rows(x: Tensor) -> F.Moments:
+    """As `_moments`, in operations that are fast in channels_last."""
+    mean = x.mean((2, 3))
+    var = (x - mean[:, :, None, None]).square_().mean((2, 3))
+    return F.Moments(mean, var, None, x.shape[2] * x.shape[3])
+
+
+def _map_rows(x: Tensor, matrix: Tensor, d: Tensor | None, c: Tensor) -> Tensor:
+    """`functional.mix` for x in channels_last: a group is a part of every row."""
+    n, channels, height, width = x.shape
+    groups, group_size, _ = matrix.shape
+
+    def as_rows(images: Tensor) -> Tensor:  # (N, G, L, K), a view
+        shape = (n, height * width, groups, group_size)
+        return images.permute(0, 2, 3, 1).view(shape).transpose(1, 2)
+
+    if height * width < ROWS_OF_LARGE_MAPS:
+        # one product per group for all images: products of few rows are slow
+        rows = as_rows(x).transpose(0, 1).reshape(groups, -1, group_size)
+        y = torch.bmm(rows, matrix.mT).transpose(0, 1)
+        y = y.reshape(n, height, width, channels).permute(0, 3, 1, 2)
+        if d is not None:
+            y.addcmul_(x, d[:, :, None, None])
+    else:
+        operator = matrix if d is None else matrix + torch.diag_embed(F.grouped(d, group_size))
+        y = torch.empty_like(x)
+        operators = operator.mT.expand(n, -1, -1, -1)
+        for rows, own, mapped in zip(as_rows(x), operators, as_rows(y), strict=True):
+            torch.bmm(rows, own, out=mapped)
+    return y.add_(c[:, :, None, None])
 
 
 def _can_fuse(

@@ -150,7 +150,8 @@ class NormCE2d(nn.Module):
             # gradients of the parameters would lose digits where this mean is large
             center = cast(Tensor, norm.running_mean).to(values.dtype, copy=True)
             values = values - center[:, None, None]
-        sign = weight_sign(norm, values)
+        pooled = measured and branches.bd is not None and branches.bd.pool > 1
+        sign = weight_sign(norm, values) if pooled else None
         moments = ce.measure(values, batch=measured, offset=offset, sign=sign)
         if norm_batch and moments is None and x.numel() > 0:
             moments = F.moments(values, group_size=None, offset=offset)

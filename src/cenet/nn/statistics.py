@@ -37,10 +37,14 @@ class Statistics(NamedTuple):
 
 
 def of_rank(
-    moments: F.Moments, center: Tensor | None, instance_var: Tensor | None, *, norm: bool
+    moments: F.Moments, center: Tensor | None, instance_var: Tensor | None, layout: Layout
 ) -> Statistics:
     """Statistics of the images that were measured."""
-    mean, var = _mean_and_var(moments) if norm else (None, None)
+    mean = var = None
+    if layout.norm and moments.cov is not None and layout.norm_is_in_cov():
+        mean, var = moments.mean.mean(0), _diagonal(moments.cov, layout)
+    elif layout.norm:
+        mean, var = _mean_and_var(moments)
     whole = mean if mean is None or center is None else mean + center
     pixels = moments.mean.shape[0] * moments.pixels
     return Statistics(whole, mean, var, moments.cov, instance_var, pixels)
@@ -96,7 +100,7 @@ def merge(messages: Tensor, layout: Layout, center: Tensor | None = None) -> Sta
         inside = _average(parts["cov"], windows).view(shapes["cov"])
         spread = F.grouped(spread, layout.group_size).transpose(0, 1)  # (G, R, K)
         cov = inside[:, _triangle(layout.group_size, messages.device)] + spread.mT @ spread
-        var = cov.diagonal(dim1=-2, dim2=-1).flatten()[: layout.channels]
+        var = _diagonal(cov, layout)
     if layout.norm and not layout.norm_is_in_cov():
         mean, spread = _mean_and_spread(parts["mean"], pixels)
         var = _average(parts["var"], pixels) + spread.square().sum(0)
@@ -110,6 +114,11 @@ def _mean_and_var(moments: F.Moments) -> tuple[Tensor, Tensor]:
     """Eq. BN of Appendix B: μ = E[μ_IN], σ² = E[σ²_IN] + D[μ_IN], over images of one size."""
     mean = moments.mean.mean(0)
     return mean, moments.var.mean(0) + (moments.mean - mean).square().mean(0)
+
+
+def _diagonal(cov: Tensor, layout: Layout) -> Tensor:
+    """The variances in the covariances of the groups, (C,)."""
+    return cov.diagonal(dim1=-2, dim2=-1).flatten()[: layout.channels]
 
 
 def _weights(counts: Tensor) -> Tensor:
