@@ -61,7 +61,7 @@ def _build(trained: tuple[Run, ...], tuned: Any, rows: Rows) -> Built:
             cells["before"] = spread(before, 100, 2, "%") if before else "not run"
         values = [rows.values(side, "top1") for side in zip(*pairs, strict=True)]
         for number, (label, _, _) in enumerate(SIDES):
-            cells[f"trained on, {label}"] = (
+            cells[f"fine-tuned, {label}"] = (
                 spread(values[number], 100, 2, "%") if pairs else "not run"
             )
         cells["difference (95 %)"] = difference(values[0], values[1], 100, 2) if pairs else ""

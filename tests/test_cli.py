@@ -145,7 +145,7 @@ def test_another_pipe_that_breaks_is_an_error(monkeypatch):
         (("sites", "levit_128s", "--size", "64"), "levit_128s does not run on images of 64×64 ("),
         (("sites", "resnet18", "--size", "0"), "--size 0 must be at least 1"),
         (("sites", "vit_tiny_patch16_224"), "has no norm that CE could follow"),
-        (("sites", "torchvision/resnet5000"), "is not a classification network of torchvision"),
+        (("sites", "torchvision/resnet5000"), "torchvision (did you mean torchvision/resnet50 or"),
         (("sites", "torchvision/fcn_resnet50"), "is not a classification network of torchvision"),
         (("sites", "nfnet_f0"), "no norm that CE could follow"),
         (("demo", "--epochs", "0"), "epochs=0 must be at least 1"),

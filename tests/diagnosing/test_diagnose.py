@@ -417,6 +417,8 @@ def test_a_folder_of_cenet_save(folder, tmp_path, monkeypatch, capsys):
     assert found.accuracy is not None
     with pytest.raises(ValueError, match="remove --pretrained"):
         find_network(str(tmp_path / "saved"), pretrained=True)
+    with pytest.raises(SystemExit, match=r"no run.json; `cenet diagnose .*saved` measures the acc"):
+        call(monkeypatch, "eval", str(tmp_path / "saved"))
 
 
 def test_images_in_tar_files_are_those_of_their_folders(folder, tmp_path):

@@ -431,6 +431,9 @@ def test_a_network_without_logits_is_refused():
     model.forward = fails
     with pytest.raises(ValueError, match=r"match model \(224\); change --image-size"):
         check_size(model, DIGITS, inputs)
+    one_pixel = nn.Sequential(nn.AdaptiveAvgPool2d(1), cenet.ChannelEquilibrium2d(inputs.channels))
+    with pytest.raises(ValueError, match=r"\(2, \d, 1, 1\); change --image-size$"):
+        check_size(one_pixel, DIGITS, inputs)
 
 
 def trainer_inputs():

@@ -137,6 +137,13 @@ def test_other_classes_are_another_run(tmp_path):
     named = data._replace(train=data.train._replace(classes=tuple("abcdefghij")))
     with pytest.raises(ValueError, match="the classes or the pixels of the data differ"):
         trainer(replace(TINY, epochs=1), tmp_path, named).resume()
+    with pytest.raises(ValueError, match=r"epochs was 1 and is 3; use another --out") as refused:
+        trainer(replace(TINY, epochs=3), tmp_path, named).resume()
+    assert "pixels" not in str(refused.value)
+    assert f"--weights {tmp_path} begins with its weights" in str(refused.value)
+    (tmp_path / WEIGHTS).unlink()  # as before its end
+    with pytest.raises(ValueError, match=r"use another --out for this one$"):
+        trainer(replace(TINY, epochs=3), tmp_path, named).resume()
 
 
 def test_a_loss_that_is_not_finite_is_diagnosed_and_the_last_good_checkpoint_kept(tmp_path):

@@ -18,6 +18,7 @@ from cenet.data.workers import untouched
 
 # smallest number of images for which a process is started
 SHARE = 2000
+REMOVE = "remove or replace it"
 
 
 def read(source: Source, index: int) -> bytes:
@@ -46,10 +47,10 @@ def _opened(content: Path | BytesIO, where: str) -> Any:
             return eight_bits(image).convert("RGB")
     except UnidentifiedImageError as error:  # its own message names the buffer, not the file
         raise ValueError(
-            f"{where} is not an image that can be read: its format is not known"
+            f"{where} is not an image that can be read: its format is not known; {REMOVE}"
         ) from error
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{where} is not an image that can be read: {error}") from error
+        raise ValueError(f"{where} is not an image that can be read: {error}; {REMOVE}") from error
 
 
 def eight_bits(image: Any) -> Any:

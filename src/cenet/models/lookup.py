@@ -55,7 +55,8 @@ def check_name(name: str) -> None:
         short, known = name.removeprefix("torchvision/"), torchvision.models.list_models
         if short not in (valid := known(module=torchvision.models)):
             raise ValueError(
-                f"{name} is not a classification network of torchvision{nearest(short, valid)}; "
+                f"{name} is not a classification network of torchvision"
+                f"{nearest(name, [f'torchvision/{own}' for own in valid])}; "
                 "see torchvision.models.list_models(module=torchvision.models)"
             )
         return

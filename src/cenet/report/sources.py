@@ -92,7 +92,7 @@ def _read(path: Path | Diagnosis, name: str) -> Source:
         if diagnosis is None:
             raise ValueError(
                 f"{path} holds neither {ABOUT} of `cenet train` nor {FILE} of "
-                "`cenet diagnose`; give the folder of a run"
+                "`cenet diagnose`; give the folder of a run, or run `cenet diagnose` on it first"
             )
         return from_diagnosis(diagnosis, name)
     trained = read_training(path, name)

@@ -38,8 +38,9 @@ def check_size(network: nn.Module, recipe: Recipe, inputs: InputSpec) -> None:
             logits = shadow(torch.empty(2, inputs.channels, size, size, device="meta"))
     # timm's networks of fixed size have assertions
     except (ValueError, RuntimeError, AssertionError) as error:
+        reason = str(error).partition("; ")[0]  # what follows is advice for users of Python
         raise ValueError(
-            f"{recipe.network} cannot train on images of {size}×{size}: {error}; "
+            f"{recipe.network} cannot train on images of {size}×{size}: {reason}; "
             f"{'change' if recipe.stock else 'raise'} --image-size"
         ) from error
     wanted = (2, len(inputs.classes))

@@ -16,7 +16,7 @@ from typing_extensions import override
 from cenet.data.datasets import Augment, CorruptionTo, Dataset, InputSpec
 from cenet.files import read_json
 from cenet.formatting import nearest, percent
-from cenet.run_folder import ABOUT
+from cenet.run_folder import ABOUT, CONFIG
 
 Schedule = Literal["step", "cosine", "poly", "tanh", "wsd", "rsqrt", "constant"]
 Precision = Literal["float32", "bfloat16", "float16"]
@@ -239,7 +239,11 @@ def read_run(folder: Path, kind: type[R]) -> tuple[R, InputSpec]:
     """Recipe and input spec of a run; ValueError if `folder` is no run of this kind of recipe."""
     path = folder / ABOUT
     if not path.is_file():
-        raise ValueError(f"{folder} is not a folder of `{kind.command}`: it has no {path.name}")
+        saved = f"; `cenet diagnose {folder}` measures the accuracy of this network"
+        raise ValueError(
+            f"{folder} is not a folder of `{kind.command}`: it has no {path.name}"
+            + (saved if (folder / CONFIG).is_file() else "")
+        )
     about = read_json(path)
     for key in ("recipe", "inputs"):
         if not isinstance(about, dict) or not isinstance(about.get(key), dict):

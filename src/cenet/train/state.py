@@ -18,6 +18,7 @@ from cenet.data.datasets import InputSpec
 from cenet.data.order import Shard
 from cenet.data.sources import are_same_images
 from cenet.distributed import Processes, gathered, total
+from cenet.run_folder import WEIGHTS
 from cenet.train.build import build_optimizer, build_schedule
 from cenet.train.checkpoint import BackgroundWriter, Staging
 from cenet.train.cuda_graphs import side_stream
@@ -200,15 +201,17 @@ class RunState:
             for name in sorted({*saved, *own} - {"accuracy"})  # it changes no number
             if saved.get(name) != own.get(name)
         ]
-        if not self.inputs.agrees_with(metadata.get("inputs", {})):
+        # another recipe may read or normalize the same images otherwise
+        if not changed and not self.inputs.agrees_with(metadata.get("inputs", {})):
             changed.append("the classes or the pixels of the data differ")
-        elif not self._is_of_same_data(str(metadata.get("data"))):
+        elif not changed and not self._is_of_same_data(str(metadata.get("data"))):
             changed.append("images or what is known about them differ")
         if changed:
-            raise ValueError(
-                f"{path} is a checkpoint of another run: {'; '.join(changed)}; "
-                "use another --out for this one"
-            )
+            message = f"{path} is a checkpoint of another run: {'; '.join(changed)}; "
+            message += "use another --out for this one"
+            if self.recipe.command == "cenet train" and (self.options.out / WEIGHTS).is_file():
+                message += f" (there --weights {self.options.out} begins with its weights)"
+            raise ValueError(message)
 
     def _is_of_same_data(self, digest: str) -> bool:
         before, now = digest.split(), self.digest.split()  # of detection, training and test
