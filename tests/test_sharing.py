@@ -15,6 +15,7 @@ import torch
 import torchvision
 from safetensors.torch import load_file
 from timm.data import resolve_model_data_config
+from timm.layers import convert_sync_batchnorm
 from timm.models import push_to_hf_hub, save_for_hf
 from torch import nn
 
@@ -136,8 +137,8 @@ NETWORKS = {
 }
 
 
-def with_ce_in_the_last_norm(model):
-    cenet.insert_ce_(model, lambda norm, name: name == "conv5.1", group_size=8)
+def with_ce_in_the_last_norm(model, last="conv5.1"):
+    cenet.insert_ce_(model, lambda norm, name: name == last, group_size=8)
     return model
 
 
@@ -225,6 +226,82 @@ def test_images_and_classes_are_kept(tmp_path):
         cenet.save(model, tmp_path, classes=["ant", "bee"])
     with pytest.raises(ValueError, match=r"std=\(0.0, 1.0\) must have a value each"):
         cenet.save(model, tmp_path, mean=(0, 0), std=(0, 1))
+
+
+GREY = {
+    "with CE": lambda: with_ce_in_the_last_norm(stock("test_resnet", in_chans=1), "bn1"),
+    "without": lambda: stock("test_resnet", in_chans=1),
+    "ours": lambda: stock("ceshufflenetv2_x0_5", in_chans=1),
+    "another of ours": lambda: stock("cevgg6", in_chans=1),
+}
+
+
+@pytest.mark.parametrize("kind", GREY)
+def test_grey_images(kind, tmp_path):
+    model = GREY[kind]()
+    for save in (cenet.save, save_for_hf):
+        folder = tmp_path / save.__name__
+        save(model, folder, **({"safe_serialization": True} if save is save_for_hf else {}))
+        config = cenet.load(folder).pretrained_cfg
+        assert config["input_size"][0] == len(config["mean"]) == len(config["std"]) == 1
+        assert config["mean"] == pytest.approx([sum((0.485, 0.456, 0.406)) / 3], abs=0.06)
+    card = (tmp_path / "save" / "README.md").read_text()
+    assert f"| images | 1×{config['input_size'][1]}×" in card
+    assert f"| mean, std | ({config['mean'][0]}" in card
+    cenet.save(model, tmp_path / "own", mean=[0.3], std=[0.2])
+    assert cenet.load(tmp_path / "own").pretrained_cfg["mean"] == [0.3]
+    with pytest.raises(ValueError, match=r"must have a value each for every channel \(1\)"):
+        cenet.save(model, tmp_path / "three", mean=(0.5,) * 3, std=(0.2,) * 3)
+
+
+@pytest.mark.parametrize(
+    "image", [{"mean": (float("inf"),) * 3}, {"mean": (float("nan"),) * 3}, {"image_size": 2**30}]
+)
+def test_what_could_not_be_loaded_is_not_written(image, tmp_path):
+    with pytest.raises(ValueError, match=r"pretrained_cfg lacks"):
+        cenet.save(stock("test_resnet"), tmp_path, **image)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["test_resnet", "torchvision/shufflenet_v2_x0_5"])
+def test_a_head_that_was_replaced_by_hand(name, tmp_path):
+    model = stock(name)
+    for classes in (3, 5):  # by the name that timm has for the second network, too
+        model.fc = nn.Linear(model.fc.in_features, classes)
+        cenet.save(model.eval(), tmp_path, classes=[str(i) for i in range(classes)])
+        for again in (cenet.load(tmp_path), loaded_by_timm(tmp_path)):
+            assert torch.equal(again(IMAGES), model(IMAGES))
+        model = again
+
+
+@pytest.mark.parametrize(
+    ("name", "convert"),
+    # torch's conversion drops the activations of timm's norms
+    [
+        ("test_resnet", nn.SyncBatchNorm.convert_sync_batchnorm),
+        ("test_efficientnet", convert_sync_batchnorm),
+    ],
+)
+def test_synchronized_networks_are_saved(name, convert, tmp_path):
+    model = with_ce(name, start="identity")
+    logits = model(IMAGES)
+    cenet.save(cenet.convert_sync_ce(convert(model)), tmp_path)
+    assert torch.equal(cenet.load(tmp_path)(IMAGES), logits)
+
+
+def test_names_of_classes_that_do_not_fit_are_refused(tmp_path):
+    cenet.save(stock("test_resnet", num_classes=3), tmp_path, classes="abc")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "label_names": ["a"]}))
+    with pytest.raises(ValueError, match=r"It names 1 classes, and the network has 3"):
+        cenet.load(tmp_path)
+
+
+def test_the_nearest_network_is_named(tmp_path):
+    model = stock("torchvision/resnet18")
+    model.conv1 = nn.Conv2d(1, 64, 7, 2, 3, bias=False)
+    with pytest.raises(ValueError, match=r"torchvision/resnet18 with .* is another .* in 2 places"):
+        cenet.save(model, tmp_path)
 
 
 class Own(nn.Module):

@@ -10,6 +10,7 @@ you pass it.
 """
 
 import json
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -38,7 +39,10 @@ ABOUT_OTHER_WEIGHTS = (
     *("description", "origin_url", "paper_name", "paper_ids", "notes", "custom_load"),
 )
 # attributes of modules that change without another network being made
-CHANGEABLE = ("training", "grad_checkpointing", "num_classes", "num_features", "had_zero_weight")
+CHANGEABLE = (
+    *("training", "grad_checkpointing", "num_classes", "num_features", "had_zero_weight"),
+    "process_group",  # of a norm that works over processes
+)
 
 Build = Callable[..., nn.Module]
 
@@ -219,6 +223,13 @@ def load(folder: str | Path, network: Build | None = None) -> nn.Module:
         load_state_(model, read_state(file))
     except ValueError as error:
         raise ValueError(f"{folder} cannot be loaded, was it changed? {error}") from error
+    described: Any = model
+    labels = described.pretrained_cfg.get("label_names")
+    if labels and len(labels) != described.num_classes:
+        raise ValueError(
+            f"{folder} cannot be loaded, was {CONFIG} changed? It names {len(labels)} classes, and "
+            f"the network has {described.num_classes}"
+        )
     return model.eval()
 
 
@@ -300,7 +311,7 @@ def _rebuilt(
     Raises:
         ValueError: none does.
     """
-    wanted, problem = _structure(model), ""
+    wanted, problem, fewest = _structure(model), "", 0
     for origin in origins:
         try:
             json.dumps(origin.args)
@@ -308,14 +319,18 @@ def _rebuilt(
             base = ce_settings(again)
             restore_ce_(again, settings)
         except (TypeError, ValueError, RuntimeError) as error:
-            problem = f"{origin.name} cannot be built: {' '.join(str(error).split())[:REASON]}"
+            if not fewest:
+                problem = f"{origin.name} cannot be built: {' '.join(str(error).split())[:REASON]}"
             continue
         own = _structure(again)
         differ = [key for key in {**wanted, **own} if own.get(key) != wanted.get(key)]
         if not differ:
             return origin, base
+        if fewest and len(differ) >= fewest:
+            continue
+        fewest = len(differ)
         problem = (
-            f"{origin.name} with the arguments {origin.args} is another network in {len(differ)} "
+            f"{origin.name} with the arguments {origin.args} is another network in {fewest} "
             f"places, such as {differ[0]}"
         )
     raise ValueError(
@@ -340,7 +355,7 @@ def _structure(model: nn.Module) -> dict[str, Any]:
 
 def _class_name(module: nn.Module) -> str:
     """The class; a norm that was converted to work over processes is what it was before."""
-    return type(module).__name__.removeprefix("Sync").replace("BatchNorm2d", "BatchNorm")
+    return re.sub(r"^(?:Sync)?(BatchNorm(?:Act)?)(?:\dd)?$", r"\1", type(module).__name__)
 
 
 def _is_plain(value: Any) -> bool:
@@ -368,7 +383,7 @@ def _image_config(
 ) -> dict[str, Any]:
     """How images become input, and what the outputs are, as timm writes it."""
     from cenet.models.inserted import complete_
-    from cenet.models.lookup import image_config
+    from cenet.models.lookup import check_image_config, image_config
 
     config = dict(getattr(model, "pretrained_cfg", None) or {})
     if not config and origin.build is None:
@@ -381,13 +396,20 @@ def _image_config(
     if config.get("num_classes") != model.num_classes:
         config.pop("label_names", None)
         config.pop("label_descriptions", None)
+    size = config.get("input_size", (len(mean or ()),))
+    channels = getattr(model, "in_chans", size[0])
+    if "input_size" in config:
+        config["input_size"] = (channels, *size[1:])
+    for key in ("mean", "std"):  # of grey images: the average, as timm takes it
+        if len(config.get(key, ())) not in (0, channels):
+            config[key] = (sum(config[key]) / len(config[key]),) * channels
     mean = tuple(float(value) for value in (config["mean"] if mean is None else mean))
     std = tuple(float(value) for value in (config["std"] if std is None else std))
-    if len(mean) != len(std) or not all(value > 0 for value in std):
+    if not len(mean) == len(std) == channels or not all(value > 0 for value in std):
         raise ValueError(
-            f"mean={mean} and std={std} must have a value each for every channel, std > 0"
+            f"mean={mean} and std={std} must have a value each for every channel ({channels}), "
+            "std > 0"
         )
-    channels = config.get("input_size", (len(mean),))[0]
     if image_size is not None:
         if isinstance(image_size, bool) or not isinstance(image_size, int) or image_size < 1:
             raise ValueError(f"image_size={image_size!r} must be an integer, at least 1")
@@ -403,7 +425,9 @@ def _image_config(
     config.setdefault("crop_pct", 1.0)
     config.setdefault("interpolation", "bilinear")
     classifier = config.get("classifier") or complete_(model)
-    return {**config, "mean": mean, "std": std, "classifier": classifier}
+    config = {**config, "mean": mean, "std": std, "classifier": classifier}
+    check_image_config(config)
+    return config
 
 
 def _card(

@@ -101,6 +101,8 @@ def _build(
 def complete_(model: Any) -> str | None:
     """Give a network the numbers of classes and features that those of timm have, in place.
 
+    A classifier that was replaced by hand has another number of classes than the network says.
+
     Returns the name of its classifier: of its last linear layer or convolution.
     """
     inside = {id(part) for _, layer in ce_layers(model) for part in layer.modules()}
@@ -113,4 +115,8 @@ def complete_(model: Any) -> str | None:
     for name, value in (("num_classes", shape[0]), ("num_features", shape[1])):
         if not hasattr(model, name):
             setattr(model, name, value)
+    is_torchvisions = type(model).__module__.startswith("torchvision.models")
+    head = model.get_classifier() if hasattr(model, "get_classifier") else None
+    if isinstance(head, nn.Linear | nn.Conv2d) or is_torchvisions:
+        model.num_classes = shape[0] if head is None else head.weight.shape[0]
     return classifier

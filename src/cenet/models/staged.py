@@ -165,6 +165,7 @@ class VGG(Staged):
     ) -> None:
         """Build the configuration."""
         super().__init__()
+        self.in_chans = in_chans
         self.features = make_layers(list(self.configuration), batch_norm=True)
         if in_chans != 3:
             width = self.features[0].out_channels
@@ -217,6 +218,7 @@ class ShuffleNetV2(Staged, torchvision.models.ShuffleNetV2):  # type: ignore[mis
         """Build the network of a width: "x0_5" or "x1_0"."""
         channels = CHANNELS[width]
         torchvision.models.ShuffleNetV2.__init__(self, [4, 8, 4], channels)
+        self.in_chans = in_chans
         if in_chans != 3:
             self.conv1[0] = nn.Conv2d(in_chans, channels[0], 3, 2, 1, bias=False)
         stages = ("conv1", "stage2", "stage3", "stage4")
