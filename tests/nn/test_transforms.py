@@ -38,7 +38,7 @@ FORMS = pytest.mark.parametrize("make", [network, folded])
 @pytest.mark.filterwarnings("ignore:Converting a tensor", "ignore:.*torch.jit:FutureWarning")
 def test_a_trace_takes_another_batch_size(make):
     model = make()
-    traced = torch.jit.trace(model, images(2), check_trace=False)
+    traced = torch.jit.trace(model, images(2))  # runs it again without gradients and compares
     actual = traced(images(5))
     assert_close("y", actual, model.double()(images(5).double()), 1e-5)
 

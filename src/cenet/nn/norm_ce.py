@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import cenet.nn.fused as fused
 from cenet import functional as F
-from cenet.internals import is_exporting
+from cenet.internals import is_exporting, is_tracing
 from cenet.nn.base import EquilibriumLayer, call_as_leaf, finish, is_proxy, refuse_script
 from cenet.nn.norms import (
     affine,
@@ -146,7 +146,7 @@ class NormCE2d(nn.Module):
         offset = center = None
         if (norm_batch or ce_batch) and x.numel() > 0:
             values, offset, center = F.centered(values)
-        elif torch.is_grad_enabled() and x.numel() > 0 and not is_exporting():
+        elif torch.is_grad_enabled() and x.numel() > 0 and not (is_exporting() or is_tracing()):
             # gradients of the parameters would lose digits where this mean is large
             center = cast(Tensor, norm.running_mean).to(values.dtype, copy=True)
             values = values - center[:, None, None]
