@@ -159,6 +159,14 @@ def test_folded_network_copies_saves_compiles_and_exports():
     assert_close("exported", exported(x), folded(x), 1e-6)
 
 
+def test_tensors_of_a_folded_network_are_no_parts_of_larger_ones():
+    # torch.export.save warns about those; 24 channels leave a ragged group
+    layer = NormCE2d(nn.BatchNorm2d(24), ChannelEquilibrium2d(24))
+    folded = fold_ce(nn.Sequential(nn.Conv2d(3, 24, 3), layer).eval())
+    for name, value in folded.state_dict().items():
+        assert value.untyped_storage().nbytes() == value.nbytes, name
+
+
 def test_released_variant_folds():
     layer = ChannelEquilibrium2d(48)
     donor = ChannelEquilibrium2d(48)

@@ -51,7 +51,7 @@ class FoldedCE2d(nn.Module):
         self.register_buffer("values", torch.stack([-shift, one, one, zero, zero]))
         self.register_buffer("matrix", matrix)
         shifted = torch.zeros_like(shift) if matrix is None else mix_rows(shift, matrix)
-        self.register_buffer("matrix_shift", shifted)
+        self.register_buffer("matrix_shift", shifted.clone())  # not with the padding of a group
         self.register_buffer("gain_weight", reweighting)
         # with a matrix, the identity is on its diagonal
         self.register_buffer("gain_offset", identity if matrix is None else 0 * identity)
