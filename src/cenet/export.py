@@ -135,7 +135,6 @@ def write_network(
     )
     if checkpoint is not None and checkpoint.is_file() and "inputs" not in read_header(checkpoint):
         images += f", the defaults of {model}: {checkpoint.name} does not say"
-    out.parent.mkdir(parents=True, exist_ok=True)
     if format == "safetensors":
         save(network, out, image_size=size, **_results(Path(model)))
         return images

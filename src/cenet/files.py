@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import IO, Any
@@ -15,10 +15,10 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r")  # first characters of formulas in a 
 
 ADVICE = {
     errno.ENOTDIR: "a part of this path is a file; choose another path",
-    errno.EEXIST: "this is a file; choose another path",
+    errno.EEXIST: "this is a file or a broken link; choose another path",
     errno.ENOENT: "there is no such place; choose another path",
-    errno.EACCES: "you may not write here; choose another path",
-    errno.EPERM: "you may not write here; choose another path",
+    errno.EACCES: "change its permissions, or choose another path",
+    errno.EPERM: "change its permissions, or choose another path",
     errno.EROFS: "nothing can be written here; choose another path",
     errno.ENOSPC: "make room",
     errno.EDQUOT: "make room",
@@ -34,11 +34,15 @@ def replace_files(contents: Mapping[Path, bytes]) -> None:
     """Replace several files, one after the other, when all their contents are on the disk.
 
     Args:
-        contents: by path. Folders below the one that holds all of the files are made.
+        contents: by path, as for `replacing`.
     """
     with replacing(*contents) as room:
         for path, content in contents.items():
-            (room / path.relative_to(_common_folder(*contents))).write_bytes(content)
+            written = room / path.relative_to(_common_folder(*contents))
+            try:
+                written.write_bytes(content)
+            except OSError as error:  # that of writing does not name the file
+                raise OSError(error.errno, error.strerror, str(written)) from error
 
 
 @contextmanager
@@ -47,21 +51,29 @@ def replacing(*paths: Path) -> Iterator[Path]:
 
     At the end of the context all of them are synced to the disk, and only then does each replace
     its old version. The folder is hidden, beside the files, and of a name that nobody could know
-    before; only this user can open it.
+    before; only this user can open it. Folders that are missing are made, and removed again if
+    the files cannot be written.
+
+    A process that is killed while the files are replaced leaves the first of them new and the
+    others old.
 
     Args:
         paths: the files to replace, in one folder or in folders below it.
 
     Raises:
-        OSError: with the first path as its file name; the files are as they were before.
+        OSError: with the path that could not be written as its file name, or with the first one if
+            that is not known; the files are as they were before.
     """
     folder, room = _common_folder(*paths), None
+    new: dict[Path, Path] = {}
     inner = {path.parent for path in paths} - {folder}
+    made = [place for place in (*inner, folder, *folder.parents) if not place.exists()]
     for below in inner:
         _check_no_link(below)
     for path in paths:
         check_regular(path)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         room = Path(mkdtemp(prefix=f".{paths[0].name}.", dir=folder))
         new = {path: room / path.relative_to(folder) for path in paths}
         for written in new.values():
@@ -77,10 +89,15 @@ def replacing(*paths: Path) -> Iterator[Path]:
         number, reason = _system_error(error)
         if reason is None:
             raise
-        raise OSError(number, reason, str(paths[0])) from error
+        named = getattr(error, "filename", None)
+        failed = [path for path, written in new.items() if str(written) == named]
+        raise OSError(number, reason, str([*failed, *paths][0])) from error
     finally:
         if room is not None:
             shutil.rmtree(room, ignore_errors=True)
+        for place in made:
+            with suppress(OSError):  # not empty, because the files are in it
+                place.rmdir()
     for changed in (*inner, folder):
         _sync(changed)
 
@@ -105,6 +122,23 @@ def open_to_append(path: Path) -> IO[str]:
     _check_no_link(path)
     check_regular(path)
     return open(path, "a", newline="", opener=opener)
+
+
+def append(path: Path, text: str) -> None:
+    """Add text at the end of a file, which `open_to_append` opens.
+
+    Raises:
+        OSError: with the path as its file name; the file has all of the text or none of it.
+    """
+    rest = memoryview(text.encode())
+    with open_to_append(path) as file:
+        before = os.fstat(file.fileno()).st_size
+        try:
+            while rest:
+                rest = rest[os.write(file.fileno(), rest) :]
+        except OSError as error:
+            os.ftruncate(file.fileno(), before)
+            raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def in_words(error: Exception) -> str:

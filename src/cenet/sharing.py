@@ -162,7 +162,6 @@ def save(
         raise ValueError(
             f"{folder} is the folder of a run, which has its own weights; choose another"
         )
-    folder.mkdir(parents=True, exist_ok=True)
     files = [folder / WEIGHTS, folder / CONFIG]
     if not (folder / CARD).exists():
         files.append(folder / CARD)

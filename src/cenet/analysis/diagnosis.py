@@ -372,7 +372,6 @@ class Diagnosis:
 
     def write(self, path: Path) -> None:
         """Write diagnosis.json; an existing file is replaced atomically."""
-        path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, self.as_bytes())
 
     def as_bytes(self) -> bytes:

@@ -1,6 +1,7 @@
 """`Monitor`: dormant channels, redundancy and λ of every layer during training."""
 
 import csv
+import io
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from cenet.analysis.channels import (
     participation_ratio,
     relative_activity,
 )
-from cenet.files import harmless, open_to_append
+from cenet.files import append, harmless
 from cenet.nn import ce_layers
 
 EVERY = 100
@@ -213,9 +214,8 @@ class _Table:
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open_to_append(path) as file:
-            if path.stat().st_size == 0:
-                csv.writer(file, lineterminator="\n").writerow(FIELDS)
+        begun = path.is_file() and path.stat().st_size > 0
+        append(path, "" if begun else f"{','.join(FIELDS)}\n")
         with path.open(newline="") as file:
             columns = next(csv.reader(file), [])
         if tuple(columns) != FIELDS:
@@ -225,8 +225,9 @@ class _Table:
             )
 
     def add(self, step: int, values: Values) -> None:
-        with open_to_append(self.path) as file:
-            writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-            writer.writerows(
-                {"step": step, "layer": harmless(layer), **values[layer]} for layer in values
-            )
+        text = io.StringIO()
+        writer = csv.DictWriter(text, FIELDS, lineterminator="\n")
+        writer.writerows(
+            {"step": step, "layer": harmless(layer), **values[layer]} for layer in values
+        )
+        append(self.path, text.getvalue())

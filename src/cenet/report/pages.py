@@ -171,7 +171,6 @@ def save_page(page: Page, path: Path, beside: Mapping[Path, bytes] | None = None
     drawn = {
         folder / name: content.encode() for figure in figures for name, content in _files(figure)
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
     replace_files({**drawn, **(beside or {}), path: render(page, folder.name).encode()})
     return path
 

@@ -50,7 +50,6 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]
     """
     text = json.dumps(metadata, allow_nan=True, sort_keys=True)
     header = {"facts": text, "digest": digest(tensors, text)}
-    path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as room:
         # it does not hold Python's lock, and makes temporary files beside the one it writes
         save_file(dict(tensors), room / path.name, header)

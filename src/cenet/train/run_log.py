@@ -10,14 +10,7 @@ from typing import Any
 
 from cenet.analysis.monitor import FIELDS, Values
 from cenet.data.datasets import InputSpec
-from cenet.files import (
-    harmless,
-    make_folder,
-    open_to_append,
-    read_json,
-    replace_file,
-    replacing,
-)
+from cenet.files import append, harmless, make_folder, read_json, replace_file, replace_files
 from cenet.run_folder import ABOUT, CHANNELS, METRICS, METRICS_CSV, read_metrics
 from cenet.train.options import Service
 from cenet.train.recipes import TrainingRecipe
@@ -135,11 +128,7 @@ class RunLog:
         writer.writerows(
             {"step": updates, "layer": harmless(name), **values[name]} for name in values
         )
-        try:
-            with open_to_append(path) as file:
-                file.write(text.getvalue())
-        except OSError as error:  # that of writing does not name the file
-            raise OSError(error.errno, error.strerror, str(path)) from error
+        append(path, text.getvalue())
 
     def _forget_channels(self, updates: int) -> None:
         path = self.folder / CHANNELS
@@ -179,9 +168,10 @@ class RunLog:
         if columns != self._columns:  # the first rows, or those of another version
             self._columns, self._table, new = columns, [_csv_line(columns)], self.rows
         self._table += [_csv_line([row.get(name) for name in columns]) for row in new]
-        with replacing(self.folder / METRICS, self.folder / METRICS_CSV) as room:
-            (room / METRICS).write_bytes("".join(self._lines).encode())
-            (room / METRICS_CSV).write_bytes("".join(self._table).encode())
+        lines, table = "".join(self._lines), "".join(self._table)
+        replace_files(
+            {self.folder / METRICS: lines.encode(), self.folder / METRICS_CSV: table.encode()}
+        )
 
 
 def _csv_line(cells: list[Any]) -> str:
