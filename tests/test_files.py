@@ -112,6 +112,9 @@ def test_the_file_that_did_not_fit_is_named(tmp_path):
     ):
         (room / "first").touch()
     assert files_in(tmp_path) == {}
+    small.parent.touch()
+    with pytest.raises(OSError, match=r"File exists: '.*/page_files'"):
+        replace_files({small: b"1", large: b"1"})
 
 
 def test_folders_made_for_a_file_that_did_not_fit_are_removed(tmp_path):

@@ -61,8 +61,8 @@ def replacing(*paths: Path) -> Iterator[Path]:
         paths: the files to replace, in one folder or in folders below it.
 
     Raises:
-        OSError: with the path that could not be written as its file name, or with the first one if
-            that is not known; the files are as they were before.
+        OSError: with the file or folder that could not be written as its file name, or with the
+            first file if that is not known; the files are as they were before.
     """
     folder, room = _common_folder(*paths), None
     new: dict[Path, Path] = {}
@@ -89,9 +89,10 @@ def replacing(*paths: Path) -> Iterator[Path]:
         number, reason = _system_error(error)
         if reason is None:
             raise
-        named = getattr(error, "filename", None)
-        failed = [path for path, written in new.items() if str(written) == named]
-        raise OSError(number, reason, str([*failed, *paths][0])) from error
+        known = {str(place): place for place in (*inner, folder, *folder.parents)}
+        known |= {str(written): path for path, written in new.items()}
+        named = known.get(str(getattr(error, "filename", None)), paths[0])
+        raise OSError(number, reason, str(named)) from error
     finally:
         if room is not None:
             shutil.rmtree(room, ignore_errors=True)
