@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 import signal
 import stat
@@ -128,6 +129,19 @@ def test_folders_made_for_a_file_that_did_not_fit_are_removed(tmp_path):
     assert path.read_bytes() == b"new"
 
 
+@pytest.mark.parametrize("out", ["file", "file/run", "broken", "broken/run"])
+def test_a_folder_that_cannot_be_made_is_refused_before_the_work(out, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
+    monkeypatch.setattr("cenet.train.job.load", lambda *_: pytest.fail("read the images"))
+    monkeypatch.setattr("cenet.diagnosing.command.diagnose_named", lambda *_: pytest.fail("began"))
+    place = f"{tmp_path / out.partition('/')[0]}"
+    wanted = f"--out {tmp_path / out}: {place} is a file or a broken link; it must be a folder"
+    for command in (("train", "digits_ce"), ("diagnose", "resnet18")):
+        with pytest.raises(SystemExit, match=f"^{re.escape(wanted)}$"):
+            call(monkeypatch, *command, "--out", str(tmp_path / out))
+
+
 def test_text_that_does_not_fit_is_not_added(tmp_path):
     """Half a row would run into the next one that is added."""
     path = tmp_path / "table.csv"
@@ -191,13 +205,13 @@ def test_new_files_are_on_the_disk_before_they_replace_the_old_ones(tmp_path, mo
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "replace", replace_)
-    paths = [tmp_path / "a", tmp_path / "b"]
+    paths = [tmp_path / "inner" / "a", tmp_path / "b"]
     with replacing(*paths) as room:
         for path in paths:
-            (room / path.name).write_bytes(b"new")
-    a, b, folder = (path.stat().st_ino for path in (*paths, tmp_path))
+            (room / path.relative_to(tmp_path)).write_bytes(b"new")
+    a, b, inner, folder = (path.stat().st_ino for path in (*paths, tmp_path / "inner", tmp_path))
     first, second = [("sync", a), ("sync", b)], [("replace", a), ("replace", b)]
-    assert done == [*first, *second, ("sync", folder)]
+    assert done == [*first, *second, ("sync", inner), ("sync", folder)]
 
 
 def test_only_this_user_sees_a_file_that_is_being_written(tmp_path):
@@ -535,6 +549,7 @@ def test_a_command_that_cannot_write_says_so_and_changes_nothing(
             call(monkeypatch, *arguments)
         assert isinstance(left.value.code, str)  # a text is printed, and the exit code is 1
         assert len(left.value.code.splitlines()) == 1
+        assert "Errno" not in left.value.code
         assert files_in(disk) == before
         return left.value.code
 

@@ -114,6 +114,13 @@ def check_regular(path: Path) -> None:
         raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
+def check_is_folder(out: Path) -> None:
+    """Raise ValueError, before the work, if `--out` is no folder and none could be made there."""
+    place = next(place for place in (out, *out.parents) if os.path.lexists(place))
+    if not place.is_dir():
+        raise ValueError(f"--out {out}: {place} is a file or a broken link; it must be a folder")
+
+
 def open_to_append(path: Path) -> IO[str]:
     """Open a text file to append to it; OSError if it is a link, which may lead anywhere."""
 

@@ -491,7 +491,7 @@ def test_bad_input_gets_one_line_and_a_non_zero_exit(folder, tmp_path, monkeypat
         ({"checkpoint": foreign, "pretrained": True}, "--pretrained exclude each other"),
         ({"limit": 0}, "--limit 0 must be at least 1"),
         ({"layer": "bn9", "size": 32}, "layer 'bn9' is not one of the layers seen"),
-        ({"out": foreign}, "is a file; it must be a folder"),
+        ({"out": foreign}, "is a file or a broken link; it must be a folder"),
     ]:
         with pytest.raises(ValueError, match=message):
             run("resnet18", **{"data": folder, "out": tmp_path / "o", **options})

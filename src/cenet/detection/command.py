@@ -10,6 +10,7 @@ from cenet.detection.job import DetectionJob, evaluate_run, show_run, train
 from cenet.detection.recipes import RECIPES, find_recipe
 from cenet.detection.trainer import DetectionOptions
 from cenet.distributed import is_first_process
+from cenet.files import in_words
 from cenet.train.command import exit_with_reason, parse_job
 from cenet.train.times import LIBRARIES, Clock, process_age
 
@@ -31,7 +32,7 @@ def main(arguments: list[str]) -> None:
             description="Object detection and instance segmentation with CE.",
         )
     except (ValueError, OSError) as error:
-        raise SystemExit(str(error) if is_first_process() else 1) from error
+        raise SystemExit(in_words(error) if is_first_process() else 1) from error
 
 
 def parse(arguments: list[str]) -> DetectionJob:

@@ -25,6 +25,7 @@ from cenet.data.loaders import evaluation_batches
 from cenet.diagnosing.images import NOT_AN_IMAGE, ImageStream, find_images
 from cenet.diagnosing.network import LoadedNetwork, find_network, num_outputs
 from cenet.distributed import start
+from cenet.files import check_is_folder
 from cenet.formatting import percent
 from cenet.report import write_diagnosis
 from cenet.train.progress import progress_bar
@@ -61,8 +62,7 @@ class ImageSet(NamedTuple):
 
 def run(model: str, data: Path | None, out: Path, **options: Any) -> Diagnosis:
     """Diagnose a network as `diagnose_named` does, print the result and write it to a folder."""
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out} is a file; it must be a folder")
+    check_is_folder(out)
     diagnosis, notes = diagnose_named(model, data, show_progress=True, **options)
     print_summary(diagnosis, notes)
     for path in write_diagnosis(diagnosis, out):

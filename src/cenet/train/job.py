@@ -16,6 +16,7 @@ import cenet.distributed as distributed
 import cenet.train.checkpoint as checkpoint
 from cenet.data.datasets import load, load_test
 from cenet.data.order import Shard
+from cenet.files import check_is_folder, in_words
 from cenet.ops import start_gpu
 from cenet.run_folder import locked
 from cenet.train.options import Options, RunOptions
@@ -211,7 +212,7 @@ def _folder(options: RunOptions, own: distributed.Processes) -> Iterator[None]:
                 _check_folder(options)
                 claim.enter_context(locked(options.out))
             except (ValueError, OSError) as error:
-                problem = str(error)
+                problem = in_words(error)
         problem = distributed.gathered(problem, own)[0]
         if problem is not None:
             raise ValueError(problem)
@@ -220,8 +221,7 @@ def _folder(options: RunOptions, own: distributed.Processes) -> Iterator[None]:
 
 def _check_folder(options: RunOptions) -> None:
     out = options.out
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out} is a file; it must be a folder")
+    check_is_folder(out)
     if options.resume == "never" and checkpoint.checkpoints(out):
         raise ValueError(
             f"{out} holds a run already; go on with it by --resume auto, or choose another --out"
