@@ -174,6 +174,16 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one_whole(size, tmp_path):
     assert {Path("page.html"), Path("page_files/activity.csv")} <= changed
 
 
+def test_the_page_comes_last(tmp_path, monkeypatch):
+    """So that one that is there is whole, also where the process was killed in between."""
+    replaced = []
+    monkeypatch.setattr(os, "replace", lambda _, target: replaced.append(target.name))
+    monkeypatch.setattr("cenet.files._sync", lambda path: None)
+    write_diagnosis(Diagnosis.read(write_run(tmp_path / "run", 0) / FILE), tmp_path / "out")
+    assert "activity.csv" in replaced[:-2]
+    assert replaced[-2:] == [FILE, "diagnosis.html"]
+
+
 @pytest.mark.parametrize(
     ("number", "words"),
     [

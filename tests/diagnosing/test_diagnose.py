@@ -21,6 +21,7 @@ from torchvision.transforms.functional import pil_to_tensor
 import cenet
 import cenet.export as export
 from _planted import Planted, Tangled, images
+from _sources import write_rows
 from _training import call
 from cenet.analysis.diagnosis import Diagnosis
 from cenet.diagnosing.command import run
@@ -449,6 +450,25 @@ def test_images_in_tar_files_are_those_of_their_folders(folder, tmp_path):
     assert [pixels.tobytes() for pixels in read] == [
         Image.open(path).convert("RGB").tobytes() for path in kept
     ]
+
+
+def test_images_in_parquet_files_are_read_and_unusable_ones_skipped(folder, tmp_path):
+    kept = sorted(path for path in folder.glob("class*/*.png") if path.name[0].isdigit())
+    contents = [kept[0].read_bytes(), b"no image", None]
+    rows = [
+        {"image": {"bytes": content, "path": None}, "label": label}
+        for label, content in enumerate(contents)
+    ]
+    write_rows(tmp_path / "test-0.parquet", rows)
+    found = find_images(tmp_path)
+    assert found.classes == ("0", "1", "2")
+    stream = ImageStream(found.source, [*map(int, found.labels)], pil_to_tensor, 5)
+    ((shown, labels),) = stream
+    assert torch.equal(shown[0], pil_to_tensor(Image.open(kept[0]).convert("RGB")))
+    assert labels.tolist() == [0]
+    assert {skipped.path[-5:]: skipped.reason for skipped in stream.skipped} == {
+        "row 1": "cannot identify image file", "row 2": "the row has no bytes of an image",
+    }  # fmt: skip
 
 
 BAD = {
