@@ -142,7 +142,11 @@ def test_weights_that_do_not_say_how_images_were_normalized(tmp_path, monkeypatc
         ("x.safetensors", ("--format", "safetensors"), "--format safetensors writes a folder"),
         ("x.onnx", ("--format", "safetensors"), "--format safetensors writes a folder"),
         ("full", ("--format", "safetensors"), "the folder holds something else (photo.png)"),
-        ("file/x.onnx", (), "file: File exists; this is a file; choose another path"),
+        (
+            "file/x.onnx",
+            (),
+            "file: File exists; this is a file or a broken link; choose another path",
+        ),
     ],
 )
 def test_names_that_do_not_fit_a_format(name, options, message, run, tmp_path, monkeypatch):

@@ -410,6 +410,7 @@ def test_a_folder_of_cenet_save(folder, tmp_path, monkeypatch, capsys):
     grey = Image.new("RGB", (32, 32), (51, 7, 9))
     shown = loaded.transform(32)(grey)
     assert shown.shape == (1, 32, 32)
+    assert loaded.transform(16)(grey).shape == (1, 16, 16)  # as for --size 16
     assert torch.allclose(shown, torch.tensor((51 / 255 - 0.4) / 0.3))
     call(monkeypatch, "diagnose", str(tmp_path / "saved"), "--data", str(folder), "--device", "cpu")
     found = Diagnosis.read(tmp_path / "saved" / "diagnosis.json")
