@@ -129,6 +129,13 @@ def test_folders_made_for_a_file_that_did_not_fit_are_removed(tmp_path):
     assert path.read_bytes() == b"new"
 
 
+def test_a_folder_that_the_system_does_not_make_is_named(tmp_path, monkeypatch):
+    out = tmp_path / ("long" * 100)
+    with pytest.raises(SystemExit) as left:
+        call(monkeypatch, "train", "digits_ce", "--out", str(out))
+    assert left.value.code == f"{out}: File name too long"
+
+
 @pytest.mark.parametrize("out", ["file", "file/run", "broken", "broken/run"])
 def test_a_folder_that_cannot_be_made_is_refused_before_the_work(out, tmp_path, monkeypatch):
     (tmp_path / "file").touch()

@@ -186,6 +186,10 @@ def test_the_first_layer_that_is_not_finite_is_named():
         (("train", "digits_ce", "--lr", "nan"), "lr=nan must be at least 1e-12, and finite"),
         (("train", "digits_ce", "--momentum", "nan"), "momentum=nan must be 0 to 0.999999"),
         (("train", "digits_ce", "--log-every", "0"), "--log-every 0 must be at least 1"),
+        (
+            ("train", "digits_ce", "--checkpoint-seconds", "inf"),
+            "--checkpoint-seconds inf must be at least 0, and finite",
+        ),
         (("train", "digits_ce", "--blok", "ce"), "Perhaps you meant"),
         (("train", "vgg16_ce"), "cifar10 is not built in; say where it is with --data FOLDER"),
         (("train", "digits_ce", "--out", "/proc/nowhere"), "/proc/nowhere"),
