@@ -163,9 +163,14 @@ class _Moments(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(values: Tensor, offset: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        values: Tensor, offset: Tensor, group_size: int | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         n, channels, height, width = values.shape
         mean = values.mean((2, 3))
+        if group_size is None:
+            length = torch.linalg.vector_norm(values, dim=(2, 3))
+            return mean, length.square() / (height * width), None
         pixels = _grouped_pixels(values, group_size)
         inside = pixels @ pixels.mT / (height * width)
         inside = inside.reshape(n, -1, group_size, group_size)
@@ -175,22 +180,24 @@ class _Moments(torch.autograd.Function):
 
     @staticmethod
     def setup_context(
-        ctx: Any, inputs: tuple[Tensor, Tensor, int], output: tuple[Tensor, ...]
+        ctx: Any, inputs: tuple[Tensor, Tensor, int | None], output: tuple[Tensor, ...]
     ) -> None:
         ctx.save_for_backward(inputs[0], inputs[1], output[0])
         ctx.group_size = inputs[2]
 
     @staticmethod
     def backward(
-        ctx: Any, grad_mean: Tensor, grad_var: Tensor, grad_cov: Tensor
+        ctx: Any, grad_mean: Tensor, grad_var: Tensor, grad_cov: Tensor | None
     ) -> tuple[Tensor, None, None]:
         values, offset, mean = ctx.saved_tensors
         n, channels, height, width = values.shape
-        P = (grad_cov + grad_cov.mT) / (n * height * width)
+        P = None
         d = 2 / (height * width) * grad_var
-        distance = grouped(_from_batch_mean(offset, mean) - mean, ctx.group_size)  # (N, G, K)
         c = grad_mean / (height * width) - d * mean
-        c = c + _of_each_image(P, distance)[:, :channels]
+        if grad_cov is not None:
+            P = (grad_cov + grad_cov.mT) / (n * height * width)
+            distance = grouped(_from_batch_mean(offset, mean) - mean, ctx.group_size)  # (N, G, K)
+            c = c + _of_each_image(P, distance)[:, :channels]
         # not through its decorator: dynamo cannot follow a change of autocast inside a backward
         return mix.__wrapped__(values, P, d, c), None, None  # type: ignore[attr-defined]
 
@@ -242,15 +249,12 @@ def moments(
         found = moments(x, group_size, pool, sign, offset)
         assert found.window_mean is not None
         return found._replace(mean=found.mean + center, window_mean=found.window_mean + center)
-    if group_size is not None and pool == 1:
-        mean, var, cov = _Moments.apply(x, offset, group_size)
-        mean = offset + mean
-        return Moments(mean, var, cov, pixels, mean)
-    mean = x.mean((2, 3))
-    var = x.square().mean((2, 3)) - mean.square()
+    mean, var, cov = _Moments.apply(x, offset, group_size if pool == 1 else None)
     mean = offset + mean
     if group_size is None:
         return Moments(mean, var, None, pixels)
+    if pool == 1:
+        return Moments(mean, var, cov, pixels, mean)
     sign = torch.ones_like(mean[0]) if sign is None else sign.to(x.dtype)
     pooled = max_pool2d(sign[:, None, None] * x, pool, ceil_mode=True) * sign[:, None, None]
     windows = centered(pooled)
