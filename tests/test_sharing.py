@@ -216,16 +216,28 @@ def test_images_and_classes_are_kept(tmp_path):
                   "test_efficientnet", "cenet.load(", "Licence: not chosen"):  # fmt: skip
         assert words in card
     assert "license:" not in card.split("---")[1]
-    (tmp_path / "README.md").write_text("mine")
     again = cenet.load(tmp_path)
-    cenet.save(again, tmp_path)
-    assert (tmp_path / "README.md").read_text() == "mine"
+    cenet.save(again, tmp_path, metrics={"top-1": 0.25})  # nobody has edited the card
+    card = (tmp_path / "README.md").read_text()
+    assert "| top-1 | 0.25 |" in card
+    assert "trained on | not said" in card
+    for text in ("mine", card.replace("not said", "bees"), ""):
+        (tmp_path / "README.md").write_text(text)
+        with pytest.warns(UserWarning, match=r"README.md was kept, because somebody edited it"):
+            cenet.save(again, tmp_path)
+        assert (tmp_path / "README.md").read_text() == text
     config = resolve_model_data_config(cenet.load(tmp_path))
     assert (config["input_size"], tuple(config["std"])) == ((3, 48, 48), image["std"])
     with pytest.raises(ValueError, match=r"classes has 2 names, the network 3 outputs"):
         cenet.save(model, tmp_path, classes=["ant", "bee"])
     with pytest.raises(ValueError, match=r"std=\(0.0, 1.0\) must have a value each"):
         cenet.save(model, tmp_path, mean=(0, 0), std=(0, 1))
+    with pytest.raises(ValueError, match=r"for pixels from 0 to 1; divide mean and std by 255"):
+        cenet.save(model, tmp_path, mean=(120, 110, 100), std=(50, 50, 50))
+    with pytest.raises(ValueError, match=r"std=0.5 must have a value for every channel \(3\)"):
+        cenet.save(model, tmp_path, std=0.5)
+    with pytest.raises(ValueError, match=r"nowhere is not a folder; to load from the hub, down"):
+        cenet.load(tmp_path / "nowhere")
 
 
 GREY = {

@@ -13,6 +13,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from torch import nn
 from cenet.analysis.activations import unwrapped
 from cenet.checkpoints import digest, load_state_, read_state
 from cenet.extras import require
-from cenet.files import read_json, replacing
+from cenet.files import check_regular, read_json, replacing
 from cenet.internals import timm_config_writer
 from cenet.nn import ce_layers
 from cenet.run_folder import ABOUT, CONFIG
@@ -96,7 +97,8 @@ def save(
 
     `cenet.load(folder)` and, after `import cenet.models`,
     `timm.create_model("local-dir:FOLDER", pretrained=True)` build it again. Afterwards timm's
-    `save_for_hf` and `push_to_hf_hub` take the network, too. A README.md that is there is kept.
+    `save_for_hf` and `push_to_hf_hub` take the network, too. A README.md that somebody edited is
+    kept, with a warning.
 
     Args:
         model: the network.
@@ -163,18 +165,24 @@ def save(
             f"{folder} is the folder of a run, which has its own weights; choose another"
         )
     files = [folder / WEIGHTS, folder / CONFIG]
-    if not (folder / CARD).exists():
+    keeps_card = (folder / CARD).exists() and not _is_own_card(folder / CARD)
+    if not keeps_card:
         files.append(folder / CARD)
     with replacing(*files) as room:
         about = {"format": "pt", "cenet": json.dumps({"digest": digest(state, "")})}
         save_file(state, room / WEIGHTS, about)
         labels = {"label_names": list(config["label_names"])} if config.get("label_names") else {}
         timm_config_writer()(known, str(room / CONFIG), model_config=labels, model_args=args)
-        (room / CARD).write_text(
-            _card(folder.resolve().name, config, origin, settings, data, metrics)
-        )
+        card = _card(folder.resolve().name, config, origin, settings, data, metrics)
+        (room / CARD).write_text(f"{card}{_signature(card.encode())}\n")
         # the writer of the weights lets nobody else read them
         (room / WEIGHTS).chmod((room / CONFIG).stat().st_mode)
+    if keeps_card:
+        warnings.warn(
+            f"{folder / CARD} was kept, because somebody edited it; check that it describes these "
+            "weights",
+            stacklevel=2,
+        )
 
 
 def load(folder: str | Path, network: Build | None = None) -> nn.Module:
@@ -193,6 +201,11 @@ def load(folder: str | Path, network: Build | None = None) -> nn.Module:
     from cenet.models.lookup import check_image_config
 
     folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(
+            f"{folder} is not a folder; to load from the hub, download it first: "
+            "cenet.load(huggingface_hub.snapshot_download(NAME))"
+        )
     if not (folder / CONFIG).is_file() and (folder / ABOUT).is_file():
         from cenet.train.weights import load_run
 
@@ -402,6 +415,9 @@ def _image_config(
     for key in ("mean", "std"):  # of grey images: the average, as timm takes it
         if len(config.get(key, ())) not in (0, channels):
             config[key] = (sum(config[key]) / len(config[key]),) * channels
+    for name, given in (("mean", mean), ("std", std)):
+        if isinstance(given, int | float):
+            raise ValueError(f"{name}={given} must have a value for every channel ({channels})")
     mean = tuple(float(value) for value in (config["mean"] if mean is None else mean))
     std = tuple(float(value) for value in (config["std"] if std is None else std))
     if not len(mean) == len(std) == channels or not all(value > 0 for value in std):
@@ -409,6 +425,8 @@ def _image_config(
             f"mean={mean} and std={std} must have a value each for every channel ({channels}), "
             "std > 0"
         )
+    if max(mean) > 1:
+        raise ValueError(f"mean={mean} must be for pixels from 0 to 1; divide mean and std by 255")
     if image_size is not None:
         if isinstance(image_size, bool) or not isinstance(image_size, int) or image_size < 1:
             raise ValueError(f"image_size={image_size!r} must be an integer, at least 1")
@@ -427,6 +445,17 @@ def _image_config(
     config = {**config, "mean": mean, "std": std, "classifier": classifier}
     check_image_config(config)
     return config
+
+
+def _is_own_card(path: Path) -> bool:
+    """Whether a model card is as `save` wrote it: then its last line is the digest of the rest."""
+    check_regular(path)
+    text, _, last = path.read_bytes().rstrip(b"\n").rpartition(b"\n")
+    return last.decode(errors="replace") == _signature(text + b"\n")
+
+
+def _signature(text: bytes) -> str:
+    return f"<!-- cenet.save replaces this card unless it is edited: {sha256(text).hexdigest()} -->"
 
 
 def _card(
