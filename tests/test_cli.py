@@ -141,7 +141,7 @@ def test_another_pipe_that_breaks_is_an_error(monkeypatch):
     [
         (("sites", "resnet5000"), "resnet5000 is not a timm model"),
         (("sites", "resnt50"), "resnt50 is not a timm model (did you mean resnet50 or "),
-        (("sites", "torchvision/resnt18"), "of torchvision (did you mean resnet18 or "),
+        (("sites", "torchvision/resnt18"), "of torchvision (did you mean torchvision/resnet18 or "),
         (("sites", "levit_128s", "--size", "64"), "levit_128s does not run on images of 64×64 ("),
         (("sites", "resnet18", "--size", "0"), "--size 0 must be at least 1"),
         (("sites", "vit_tiny_patch16_224"), "has no norm that CE could follow"),

@@ -305,7 +305,7 @@ def test_names_of_classes_that_do_not_fit_are_refused(tmp_path):
     cenet.save(stock("test_resnet", num_classes=3), tmp_path, classes="abc")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "label_names": ["a"]}))
-    with pytest.raises(ValueError, match=r"It names 1 classes, and the network has 3"):
+    with pytest.raises(ValueError, match=r"label_names are 1 classes, and the network has 3"):
         cenet.load(tmp_path)
 
 
@@ -523,5 +523,6 @@ def test_the_weights_are_a_state_dict_that_is_noticed_to_be_damaged(tmp_path):
     with pytest.raises(ValueError, match="does not match its digest"):
         cenet.load(tmp_path)
     file.unlink()
+    (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"is not a folder of cenet\.save"):
-        cenet.load(tmp_path / "nowhere")
+        cenet.load(tmp_path / "empty")

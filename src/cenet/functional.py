@@ -48,6 +48,8 @@ class Moments(NamedTuple):
     cov: Tensor | None  # (G, K, K)
     pixels: int  # L
     window_mean: Tensor | None = None  # (N, C), of what cov is taken of: x, or its pooled windows
+    # the centered values again, to be mapped: backward then adds both of their gradients in place
+    values: Tensor | None = None
 
 
 class Gate(NamedTuple):
@@ -165,32 +167,40 @@ class _Moments(torch.autograd.Function):
     @staticmethod
     def forward(
         values: Tensor, offset: Tensor, group_size: int | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         n, channels, height, width = values.shape
         mean = values.mean((2, 3))
         if group_size is None:
             length = torch.linalg.vector_norm(values, dim=(2, 3))
-            return mean, length.square() / (height * width), None
+            return values.view_as(values), mean, length.square() / (height * width), None
         pixels = _grouped_pixels(values, group_size)
         inside = pixels @ pixels.mT / (height * width)
         inside = inside.reshape(n, -1, group_size, group_size)
         between = grouped(_from_batch_mean(offset, mean), group_size).transpose(0, 1)  # (G, N, K)
         var = inside.diagonal(dim1=-2, dim2=-1).flatten(1)[:, :channels]
-        return mean, var.contiguous(), inside.mean(0) + between.mT @ between / n
+        cov = inside.mean(0) + between.mT @ between / n
+        return values.view_as(values), mean, var.contiguous(), cov
 
     @staticmethod
     def setup_context(
         ctx: Any, inputs: tuple[Tensor, Tensor, int | None], output: tuple[Tensor, ...]
     ) -> None:
-        ctx.save_for_backward(inputs[0], inputs[1], output[0])
+        ctx.save_for_backward(inputs[0], inputs[1], output[1])
         ctx.group_size = inputs[2]
+        ctx.set_materialize_grads(False)  # zeros as large as the values, if they are not mapped
 
     @staticmethod
     def backward(
-        ctx: Any, grad_mean: Tensor, grad_var: Tensor, grad_cov: Tensor | None
+        ctx: Any,
+        grad: Tensor | None,
+        grad_mean: Tensor | None,
+        grad_var: Tensor | None,
+        grad_cov: Tensor | None,
     ) -> tuple[Tensor, None, None]:
         values, offset, mean = ctx.saved_tensors
         n, channels, height, width = values.shape
+        grad_mean = torch.zeros_like(mean) if grad_mean is None else grad_mean
+        grad_var = torch.zeros_like(mean) if grad_var is None else grad_var
         P = None
         d = 2 / (height * width) * grad_var
         c = grad_mean / (height * width) - d * mean
@@ -199,7 +209,10 @@ class _Moments(torch.autograd.Function):
             distance = grouped(_from_batch_mean(offset, mean) - mean, ctx.group_size)  # (N, G, K)
             c = c + _of_each_image(P, distance)[:, :channels]
         # not through its decorator: dynamo cannot follow a change of autocast inside a backward
-        return mix.__wrapped__(values, P, d, c), None, None  # type: ignore[attr-defined]
+        own = mix.__wrapped__(values, P, d, c)  # type: ignore[attr-defined]
+        if grad is not None:
+            own = own + grad if torch.is_grad_enabled() else own.add_(grad)
+        return own, None, None
 
 
 def _of_each_image(matrix: Tensor, vectors: Tensor) -> Tensor:
@@ -248,19 +261,19 @@ def moments(
         x, offset, center = centered(x)
         found = moments(x, group_size, pool, sign, offset)
         assert found.window_mean is not None
-        return found._replace(mean=found.mean + center, window_mean=found.window_mean + center)
-    mean, var, cov = _Moments.apply(x, offset, group_size if pool == 1 else None)
+        return found._replace(
+            mean=found.mean + center, window_mean=found.window_mean + center, values=None
+        )
+    values, mean, var, cov = _Moments.apply(x, offset, group_size if pool == 1 else None)
     mean = offset + mean
-    if group_size is None:
-        return Moments(mean, var, None, pixels)
-    if pool == 1:
-        return Moments(mean, var, cov, pixels, mean)
+    if group_size is None or pool == 1:
+        return Moments(mean, var, cov, pixels, mean, values)
     sign = torch.ones_like(mean[0]) if sign is None else sign.to(x.dtype)
     pooled = max_pool2d(sign[:, None, None] * x, pool, ceil_mode=True) * sign[:, None, None]
     windows = centered(pooled)
     offset = offset + (windows.offset + windows.center)
-    window_mean, _, cov = _Moments.apply(windows.values, offset, group_size)
-    return Moments(mean, var, cov, pixels, offset + window_mean)
+    _, window_mean, _, cov = _Moments.apply(windows.values, offset, group_size)
+    return Moments(mean, var, cov, pixels, offset + window_mean, values)
 
 
 @full_precision

@@ -14,6 +14,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import sha256
+from math import inf
 from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -237,10 +238,11 @@ def load(folder: str | Path, network: Build | None = None) -> nn.Module:
         raise ValueError(f"{folder} cannot be loaded, was it changed? {error}") from error
     described: Any = model
     labels = described.pretrained_cfg.get("label_names")
-    if labels and len(labels) != described.num_classes:
+    if labels and (not isinstance(labels, list | tuple) or len(labels) != described.num_classes):
+        names = f"{len(labels)} classes" if isinstance(labels, list | tuple) else repr(labels)
         raise ValueError(
-            f"{folder} cannot be loaded, was {CONFIG} changed? It names {len(labels)} classes, and "
-            f"the network has {described.num_classes}"
+            f"{folder} cannot be loaded, was {CONFIG} changed? Its label_names are {names}, and "
+            f"the network has {described.num_classes} classes"
         )
     return model.eval()
 
@@ -425,7 +427,7 @@ def _image_config(
             f"mean={mean} and std={std} must have a value each for every channel ({channels}), "
             "std > 0"
         )
-    if max(mean) > 1:
+    if 1 < max(mean) < inf:
         raise ValueError(f"mean={mean} must be for pixels from 0 to 1; divide mean and std by 255")
     if image_size is not None:
         if isinstance(image_size, bool) or not isinstance(image_size, int) or image_size < 1:

@@ -125,6 +125,8 @@ class EquilibriumLayer(nn.Module):
         moments = self.measure(values, batch=batch and x.numel() > 0, offset=offset)
         statistics = self.summarize(values, moments, center, norm=False) if batch else None
         coefficients = self.coefficients(moments, scale, shift, statistics)
+        if moments is not None and moments.values is not None:
+            values = moments.values
         y = F.in_layout_of(x, F.mix(values, *coefficients).to(x.dtype))
         return finish(y, act, residual)
 

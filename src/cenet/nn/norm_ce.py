@@ -162,6 +162,8 @@ class NormCE2d(nn.Module):
         if offset is not None:
             shift = shift + offset * scale
         coefficients = ce.coefficients(moments, scale, shift, statistics if ce_batch else None)
+        if moments is not None and moments.values is not None:
+            values = moments.values
         y = F.in_layout_of(x, F.mix(values, *coefficients).to(x.dtype))
         return finish(y, act, residual)
 

@@ -4,6 +4,7 @@ Averages are updated in place, never by a non-finite batch and never twice for o
 """
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -139,7 +140,7 @@ def affine(
     else:
         mean, var = _values(norm.running_mean, 0.0, x), _values(norm.running_var, 1.0, x)
         mean = mean if center is None else mean - center
-    scale = _values(norm.weight, 1.0, x) * (1 / (var + norm.eps).sqrt())
+    scale = _values(norm.weight, 1.0, x) * (var + norm.eps).rsqrt()
     return scale, _values(norm.bias, 0.0, x) - mean * scale
 
 
@@ -196,13 +197,14 @@ def average_(
     # in the dtype of the average, where a large value may overflow
     averages = [(running, batch.to(running.dtype)) for running, batch in averages]
     # x − x is 0 if x is finite and NaN if it is not, in fewer operations than isfinite
-    finite = torch.stack([(batch - batch).sum() for _, batch in averages]).sum() == 0
+    finite = reduce(torch.add, [(batch - batch).sum() for _, batch in averages]) == 0
     count.add_(finite)
     for running, batch in averages:
         counted = torch.where(finite, batch, running)
         if momentum is not None and not debias:
             running.lerp_(counted, momentum)
             continue
-        weight = 1 / count.clamp_min(1).to(torch.promote_types(running.dtype, torch.float32))
+        seen = count.clamp_min(1).to(torch.promote_types(running.dtype, torch.float32))
+        weight = seen.reciprocal()
         weight = weight if momentum is None else weight.clamp_min(momentum)
         running.lerp_(counted, weight.to(running.dtype))
