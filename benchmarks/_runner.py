@@ -188,6 +188,16 @@ def commit() -> str:
     return os.environ.get("CENET_COMMIT") or cenet.environment.commit() or "unknown"
 
 
+def cpu_name() -> str:
+    """The processor as Linux calls it, elsewhere its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
 def environment(device: torch.device) -> dict[str, str]:
     triton = "none"
     if importlib.util.find_spec("triton"):

@@ -12,7 +12,6 @@ With --out, a row for each ratio is added to a CSV file.
 
 import argparse
 import copy
-import platform
 import shlex
 import statistics
 import sys
@@ -27,7 +26,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import cenet
-from _runner import append_rows, commit, seconds
+from _runner import append_rows, commit, cpu_name, seconds
 from cenet import fold_ce, insert_ce_
 
 CPU = torch.device("cpu")
@@ -37,16 +36,6 @@ FIELDS = (
     *("ratio", "ratio_p20", "ratio_p80", "rounds", "plain_ms", "ce_ms"),
     *("cpu", "torch", "version", "commit", "command"),
 )
-
-
-def cpu_name() -> str:
-    """The processor as Linux calls it, elsewhere its architecture."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def ce_resnet50() -> nn.Module:

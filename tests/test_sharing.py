@@ -234,6 +234,8 @@ def test_images_and_classes_are_kept(tmp_path):
         cenet.save(model, tmp_path, mean=(0, 0), std=(0, 1))
     with pytest.raises(ValueError, match=r"for pixels from 0 to 1; divide mean and std by 255"):
         cenet.save(model, tmp_path, mean=(120, 110, 100), std=(50, 50, 50))
+    with pytest.raises(ValueError, match=r"classes=\[1, 2, 3\] must be names"):
+        cenet.save(model, tmp_path, classes=[1, 2, 3])
     with pytest.raises(ValueError, match=r"std=0.5 must have a value for every channel \(3\)"):
         cenet.save(model, tmp_path, std=0.5)
     with pytest.raises(ValueError, match=r"nowhere is not a folder; to load from the hub, down"):

@@ -16,6 +16,7 @@ from cenet.evaluating import evaluating
 from cenet.extras import require
 from cenet.files import check_regular, replace_file, replacing
 from cenet.folding import fold_ce
+from cenet.formatting import percent
 from cenet.nn import NormCE2d, ce_layers
 from cenet.nn.norms import is_batch_norm
 from cenet.run_folder import ABOUT, CONFIG, METRICS, read_metrics
@@ -183,11 +184,14 @@ def _results(folder: Path) -> dict[str, Any]:
     names = {"test_top1": "top-1", "test_top5": "top-5", "test_loss": "loss"}
     images = "held-out training images" if read_run(folder, Recipe)[0].holdout else "test images"
     found = {
-        f"{words} on {images}": last[name]
+        f"{words} on {images}": f"{last[name]:.4g}"
+        if words == "loss"
+        else percent(last[name], ".2f")
         for name, words in names.items()
         if isinstance(last.get(name), float)  # a row of another version may have others
     }
-    return {"data": read_run(folder, Recipe)[0].dataset, "metrics": found}
+    dataset = read_run(folder, Recipe)[0].dataset
+    return {"data": "a folder of images" if dataset == "folder" else dataset, "metrics": found}
 
 
 def _network_of_run(file: Path) -> nn.Module | None:

@@ -92,7 +92,7 @@ def save(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     data: str | None = None,
-    metrics: Mapping[str, float] | None = None,
+    metrics: Mapping[str, float | str] | None = None,
 ) -> None:
     """Write a network, with CE or without, to a folder that others can load.
 
@@ -114,7 +114,7 @@ def save(
         std: standard deviation of each channel. Size and normalization are by default those that
             timm or torchvision have for the network; of your own class they must be given.
         data: the data that it was trained on, in words, for the model card.
-        metrics: results by name, for the model card.
+        metrics: results by name, as numbers or in words, for the model card.
 
     Raises:
         ValueError: the network could not be built again from what is known about it.
@@ -440,6 +440,8 @@ def _image_config(
             raise ValueError(
                 f"classes has {len(classes)} names, the network {model.num_classes} outputs"
             )
+        if not all(isinstance(name, str) for name in classes):
+            raise ValueError(f"classes={list(classes)[:10]} must be names; use map(str, classes)")
         config["label_names"] = tuple(classes)
     config.setdefault("crop_pct", 1.0)
     config.setdefault("interpolation", "bilinear")
@@ -466,7 +468,7 @@ def _card(
     origin: Origin,
     settings: list[dict[str, Any]],
     data: str | None,
-    metrics: Mapping[str, float] | None,
+    metrics: Mapping[str, float | str] | None,
 ) -> str:
     """The model card. It names no licence: that is for whoever publishes the weights to choose."""
     sites = sum(len(entry["sites"]) for entry in settings)
@@ -482,7 +484,10 @@ def _card(
         "classes": f"{config['num_classes']}"
         + (f": {', '.join(labels[:10])}{', …' * (len(labels) > 10)}" if labels else ""),
         "trained on": data or "not said",
-        **{key: f"{value:.4g}" for key, value in (metrics or {}).items()},
+        **{
+            key: value if isinstance(value, str) else f"{value:.4g}"
+            for key, value in (metrics or {}).items()
+        },
     }
     call = f'cenet.load("{name}")'
     if origin.build is not None:

@@ -29,6 +29,7 @@ from cenet.signals import Interrupted
 from cenet.train.build import build_optimizer, build_schedule, check_size
 from cenet.train.checkpoint import load_optimizer_, optimizer_state
 from cenet.train.classifier import Trainer
+from cenet.train.command import parse
 from cenet.train.cuda_graphs import capture_problem
 from cenet.train.job import Job, evaluate_run, train
 from cenet.train.options import Options
@@ -559,6 +560,11 @@ def test_cuda_graphs_train_as_without_them(opt, tmp_path):
         found.append(metrics(tmp_path / str(graphs)))
     for one, other in zip(*found, strict=True):
         assert other["train_loss"] == pytest.approx(one["train_loss"], rel=1e-2)
+
+
+@pytest.mark.parametrize("name", ["--model=test_resnet", "--network=test_resnet"])
+def test_a_network_is_named_in_any_spelling(name):
+    assert parse(["finetune", name, "--data", "photos"]).recipe.network == "test_resnet"
 
 
 def test_a_network_must_be_named(monkeypatch, capsys):

@@ -52,7 +52,9 @@ def test_a_run_explains_itself_and_can_be_evaluated(tmp_path):
     assert changed == {name for name in before if "running" in name or "num_batches" in name}
     with pytest.raises(ValueError, match="recalibrate=-1 must be at least 1"):
         evaluate_run(out, device="cpu", recalibrate=-1)
-    for wrong in (tmp_path / "x.pth", tmp_path, tmp_path / "nowhere" / "x.safetensors"):
+    for wrong in (
+        tmp_path / "x.pth", tmp_path, tmp_path / "nowhere" / "x.safetensors", out / WEIGHTS
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=f"--save {wrong}"):
             evaluate_run(out, device="cpu", recalibrate=1, save=wrong)
     with pytest.raises(ValueError, match="add --recalibrate"):

@@ -18,7 +18,7 @@ from cenet.data.datasets import load, load_test
 from cenet.data.order import Shard
 from cenet.files import check_is_folder, in_words
 from cenet.ops import start_gpu
-from cenet.run_folder import locked
+from cenet.run_folder import WEIGHTS, locked
 from cenet.train.options import Options, RunOptions
 from cenet.train.recipes import Recipe, read_run
 from cenet.train.times import DATA, LIBRARIES, NETWORK, Clock
@@ -228,8 +228,10 @@ def _check_folder(options: RunOptions) -> None:
         )
 
 
-def _check_file(save: Path) -> None:
-    """Raise ValueError before the work if recalibrated weights could not be written there."""
+def _check_file(save: Path, run: Path) -> None:
+    """Raise ValueError before the work if recalibrated weights may not be written there."""
+    if save.resolve() in {own.resolve() for own in (run / WEIGHTS, *checkpoint.checkpoints(run))}:
+        raise ValueError(f"--save {save} is a file of the run itself; choose another name")
     if save.suffix != ".safetensors" or save.is_dir():
         raise ValueError(f"--save {save} must be a file that ends in .safetensors")
     if not save.parent.is_dir():
@@ -262,7 +264,7 @@ def evaluate_run(
     if save is not None and recalibrate == 0:
         raise ValueError(f"--save {save} is for recalibrated weights; add --recalibrate BATCHES")
     if save is not None:
-        _check_file(save)
+        _check_file(save, run)
     if recalibrate < 0:
         raise ValueError(f"recalibrate={recalibrate} must be at least 1")
     from torch.optim.swa_utils import update_bn

@@ -1,0 +1,147 @@
+"""One layer of two versions of cenet in turns: CPU seconds of a training step, as a ratio.
+
+    git worktree add /tmp/before COMMIT
+    python benchmarks/turns.py /tmp/before/src src
+
+For each shape, two processes with one thread each step in turns. How a process happens to lay out
+its memory moves all of its steps by up to 40 %, so freed memory is kept (`KEEP`) and all is done
+again with fresh processes. The ratio is the median over processes of the median over rounds. With
+--out, a row for each shape is added to a CSV file.
+"""
+
+import argparse
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from _runner import append_rows, cpu_name
+
+SHAPES = ("8x64x7", "8x256x14", "8x1024x14", "8x512x28", "8x256x56")
+# settings of glibc: without them large blocks go back to the system, and each new page costs a trap
+KEEP = {"MALLOC_MMAP_THRESHOLD_": "4000000000", "MALLOC_TRIM_THRESHOLD_": "8000000000"}
+SECONDS = 0.1  # of one turn
+FIELDS = (
+    *("shape", "layout", "ratio", "ratio_lowest", "ratio_highest", "processes", "rounds"),
+    *("before_ms", "now_ms", "cpu", "torch", "before", "now", "command"),
+)
+WORKER = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+import torch
+from torch import nn
+import cenet
+assert cenet.__file__.startswith(sys.argv[1]), cenet.__file__
+torch.set_num_threads(1)
+torch.manual_seed(0)
+n, channels, side = map(int, sys.argv[2].split("x"))
+layout = torch.channels_last if sys.argv[3] == "channels_last" else torch.contiguous_format
+x = torch.randn(n, channels, side, side).contiguous(memory_format=layout).requires_grad_()
+layer = cenet.NormCE2d(nn.BatchNorm2d(channels), cenet.ChannelEquilibrium2d(channels), nn.ReLU())
+gradient = torch.randn_like(x)
+for line in sys.stdin:
+    start = time.process_time()
+    for _ in range(int(line)):
+        layer(x).backward(gradient)
+        x.grad = None
+        layer.zero_grad()
+    print((time.process_time() - start) / int(line), flush=True)
+"""
+
+
+class Worker:
+    """A process that has one version of the layer."""
+
+    def __init__(self, tree: Path, shape: str, layout: str) -> None:
+        command = [sys.executable, "-c", WORKER, str(tree.resolve()), shape, layout]
+        environment = {**os.environ, **KEEP, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def seconds(self, steps: int) -> float:
+        """CPU seconds of a step, the mean of several."""
+        self.process.stdin.write(f"{steps}\n")
+        self.process.stdin.flush()
+        return float(self.process.stdout.readline())
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def commit_of(tree: Path) -> str:
+    """The commit of a checkout, with a plus if files of the tree have changed since."""
+    git = ["git", "-C", str(tree)]
+    done = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "."], capture_output=True)
+    return (done.stdout.strip() or "unknown") + "+" * bool(changed.returncode)
+
+
+def in_turns(trees: list[Path], shape: str, layout: str, rounds: int) -> list[tuple[float, ...]]:
+    """Seconds of a step of both versions in each round, by one fresh process each."""
+    workers = [Worker(tree, shape, layout) for tree in trees]
+    try:
+        steps = max(2, round(SECONDS / min(worker.seconds(2) for worker in workers)))
+        pairs = []
+        for number in range(rounds):
+            order = workers if number % 2 else workers[::-1]  # neither is always first
+            found = {worker: worker.seconds(steps) for worker in order}
+            pairs.append(tuple(found[worker] for worker in workers))
+        return pairs
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("before", type=Path, help="src folder of the version to compare with")
+    parser.add_argument("now", type=Path, help="src folder of the other version")
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, help="images x channels x side")
+    parser.add_argument("--channels-last", action="store_true")
+    parser.add_argument("--rounds", type=int, default=16)
+    parser.add_argument("--processes", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="CSV file to add a row for each shape to")
+    arguments = parser.parse_args()
+    trees = [arguments.before, arguments.now]
+    for tree in trees:
+        if not (tree / "cenet").is_dir():
+            parser.error(f"{tree} has no folder cenet; give the src folder of a checkout")
+    layout = "channels_last" if arguments.channels_last else "contiguous"
+    for shape in arguments.shapes:
+        runs = [
+            in_turns(trees, shape, layout, arguments.rounds) for _ in range(arguments.processes)
+        ]
+        ratios = [statistics.median(now / before for before, now in pairs) for pairs in runs]
+        before, now = (
+            1e3 * statistics.median(times)
+            for times in zip(*(pair for pairs in runs for pair in pairs), strict=True)
+        )
+        row = {
+            "shape": shape,
+            "layout": layout,
+            "ratio": f"{statistics.median(ratios):.3f}",
+            "ratio_lowest": f"{min(ratios):.3f}",
+            "ratio_highest": f"{max(ratios):.3f}",
+            "processes": str(arguments.processes),
+            "rounds": str(arguments.rounds),
+            "before_ms": f"{before:.2f}",
+            "now_ms": f"{now:.2f}",
+            "cpu": cpu_name(),
+            "torch": torch.__version__,
+            "before": commit_of(arguments.before),
+            "now": commit_of(arguments.now),
+            "command": shlex.join(["python", *sys.argv]),
+        }
+        print(*(f"{key}={row[key]}" for key in FIELDS[:9]), flush=True)
+        if arguments.out is not None:
+            append_rows(arguments.out, [row], FIELDS)
+
+
+if __name__ == "__main__":
+    main()
