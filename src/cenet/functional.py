@@ -48,7 +48,8 @@ class Moments(NamedTuple):
     cov: Tensor | None  # (G, K, K)
     pixels: int  # L
     window_mean: Tensor | None = None  # (N, C), of what cov is taken of: x, or its pooled windows
-    # the centered values again, to be mapped: backward then adds both of their gradients in place
+    # the values of a `Centered` once more: if these are mapped, backward adds the gradients of
+    # measuring and of mapping in place
     values: Tensor | None = None
 
 
