@@ -186,11 +186,13 @@ class EquilibriumLayer(nn.Module):
             norm: whether to include the statistics of a batch norm.
         """
         instance_var = self.instance_var(moments)
-        layout = self.layout(norm=norm)
         ranks = self.ranks()
         if ranks is None:
             assert moments is not None
-            return of_rank(moments, center, instance_var, layout)
+            bd = self.branches().bd
+            pooled = bd is not None and bd.pool > 1
+            return of_rank(moments, center, instance_var, norm=norm, pooled=pooled)
+        layout = self.layout(norm=norm)
         told = message(x, moments, center, instance_var, layout)
         return merge(gather(told, ranks), layout, center)
 

@@ -37,13 +37,19 @@ class Statistics(NamedTuple):
 
 
 def of_rank(
-    moments: F.Moments, center: Tensor | None, instance_var: Tensor | None, layout: Layout
+    moments: F.Moments,
+    center: Tensor | None,
+    instance_var: Tensor | None,
+    *,
+    norm: bool,
+    pooled: bool,
 ) -> Statistics:
-    """Statistics of the images that were measured."""
+    """Statistics of the images that were measured; `pooled`: the covariance is that of windows."""
     mean = var = None
-    if layout.norm and moments.cov is not None and layout.norm_is_in_cov():
-        mean, var = moments.mean.mean(0), _diagonal(moments.cov, layout)
-    elif layout.norm:
+    if norm and moments.cov is not None and not pooled:
+        mean = moments.mean.mean(0)
+        var = _diagonal(moments.cov, moments.mean.shape[1])
+    elif norm:
         mean, var = _mean_and_var(moments)
     whole = mean if mean is None or center is None else mean + center
     pixels = moments.mean.shape[0] * moments.pixels
@@ -100,7 +106,7 @@ def merge(messages: Tensor, layout: Layout, center: Tensor | None = None) -> Sta
         inside = _average(parts["cov"], windows).view(shapes["cov"])
         spread = F.grouped(spread, layout.group_size).transpose(0, 1)  # (G, R, K)
         cov = inside[:, _triangle(layout.group_size, messages.device)] + spread.mT @ spread
-        var = _diagonal(cov, layout)
+        var = _diagonal(cov, layout.channels)
     if layout.norm and not layout.norm_is_in_cov():
         mean, spread = _mean_and_spread(parts["mean"], pixels)
         var = _average(parts["var"], pixels) + spread.square().sum(0)
@@ -116,9 +122,9 @@ def _mean_and_var(moments: F.Moments) -> tuple[Tensor, Tensor]:
     return mean, moments.var.mean(0) + (moments.mean - mean).square().mean(0)
 
 
-def _diagonal(cov: Tensor, layout: Layout) -> Tensor:
+def _diagonal(cov: Tensor, channels: int) -> Tensor:
     """The variances in the covariances of the groups, (C,)."""
-    return cov.diagonal(dim1=-2, dim2=-1).flatten()[: layout.channels]
+    return cov.diagonal(dim1=-2, dim2=-1).flatten()[:channels]
 
 
 def _weights(counts: Tensor) -> Tensor:
