@@ -173,6 +173,10 @@ def test_another_pipe_that_breaks_is_an_error(monkeypatch):
         ),
         (("train", "digits_ce", "--out="), "the value of --out is empty"),
         (("detect", "train", "shapes", "--out", ""), "the value of --out is empty"),
+        (("diagnose", "resnet18", "--out", ""), "the value of --out is empty"),
+        (("eval", "run", "--save", ""), "the value of --save is empty"),
+        (("export", "run", "--out="), "the value of --out is empty"),
+        (("report", "run", "--out", ""), "the value of --out is empty"),
     ],
 )
 def test_bad_input_gets_one_line_and_a_non_zero_exit(arguments, message, monkeypatch, capsys):

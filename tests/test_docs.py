@@ -304,6 +304,14 @@ def test_the_workflow_runs_commands_that_exist():
     assert "secrets." not in text
 
 
+def test_no_verb_installs_anything_outside_venv():
+    """What is missing is named, in quotes; whoever runs `make` installs it, or does not."""
+    asks = re.compile(r"\b(sudo|apt|apt-get|dnf|brew|playwright)\b|--with-deps")
+    for path in (ROOT / "Makefile", ROOT / ".ci" / "run"):
+        for line in path.read_text().splitlines():
+            assert not asks.search(re.sub(r'"[^"]*"', "", line)), line
+
+
 def test_pages_of_the_site_are_in_its_navigation():
     """mkdocs warns about the same; this needs no mkdocs."""
     navigation = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1]

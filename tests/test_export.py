@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -20,7 +21,7 @@ from _disks import files_in
 from _training import TINY, call, few_digits, trainer
 from cenet.export import export_folded, export_onnx, photographs, sample_images
 from cenet.models import create_model
-from cenet.run_folder import WEIGHTS
+from cenet.run_folder import ABOUT, WEIGHTS
 
 pytestmark = pytest.mark.usefixtures("quick_weights")
 
@@ -126,6 +127,28 @@ def test_a_run_is_exported_with_its_own_images_and_classes(run, tmp_path, monkey
     assert config["input_size"] == (1, 16, 16)
 
 
+def test_another_size_leaves_nothing_of_the_first(tmp_path, monkeypatch, capsys):
+    first, second = tmp_path / "first", tmp_path / "second"
+    cenet.save(timm.create_model("test_resnet", num_classes=3), first)
+    assert "pool_size" in json.loads((first / "config.json").read_text())["pretrained_cfg"]
+    arguments = ("--size", "64", "--format", "safetensors", "--out", str(second))
+    call(monkeypatch, "export", str(first), *arguments)
+    assert "images of 3×64×64, " in capsys.readouterr().out
+    config = json.loads((second / "config.json").read_text())["pretrained_cfg"]
+    assert config["input_size"] == [3, 64, 64]
+    assert "pool_size" not in config
+
+
+def test_images_of_a_folder_are_said_to_be_that(run, tmp_path, monkeypatch):
+    folder, out = tmp_path / "run", tmp_path / "out"
+    shutil.copytree(run, folder)
+    about = json.loads((folder / ABOUT).read_text())
+    about["recipe"]["dataset"] = "folder"
+    (folder / ABOUT).write_text(json.dumps(about))
+    call(monkeypatch, "export", str(folder), "--format", "safetensors", "--out", str(out))
+    assert "| trained on | a folder of images |" in (out / "README.md").read_text()
+
+
 def test_weights_that_do_not_say_how_images_were_normalized(tmp_path, monkeypatch, capsys):
     torch.save(create_model("vgg6", num_classes=3).state_dict(), tmp_path / "w.pth")
     arguments = ("--format", "safetensors", "--out", str(tmp_path / "out"))
@@ -142,6 +165,8 @@ def test_weights_that_do_not_say_how_images_were_normalized(tmp_path, monkeypatc
         ("x.onnx", ("--format", "folded"), "--format folded writes a file such as x.pt2"),
         ("x.safetensors", ("--format", "safetensors"), "--format safetensors writes a folder"),
         ("x.onnx", ("--format", "safetensors"), "--format safetensors writes a folder"),
+        ("x.pth", ("--format", "safetensors"), "--format safetensors writes a folder"),
+        ("x.pt", ("--format", "safetensors"), "--format safetensors writes a folder"),
         ("full", ("--format", "safetensors"), "the folder holds something else (photo.png)"),
         (
             "file/x.onnx",
@@ -169,6 +194,8 @@ def test_the_ending_says_the_format(run, tmp_path, monkeypatch, capsys):
         ("repository", ("--format", "safetensors"), "safetensors"),
     ):
         (tmp_path / "repository" / ".git").mkdir(parents=True, exist_ok=True)
+        for name in ("LICENSE", ".gitattributes", ".gitignore"):
+            (tmp_path / "repository" / name).touch()
         call(monkeypatch, "export", str(run), "--out", str(tmp_path / out), *options)
         assert f"wrote {tmp_path / out} ({format}): " in capsys.readouterr().out
     torch.export.load(tmp_path / "x.pt2")

@@ -41,6 +41,8 @@ from cenet.report.elements import Column, Table
 from cenet.report.pages import table_csv, write_diagnosis, write_page
 from cenet.run_folder import CHANNELS, LOCK, METRICS, METRICS_CSV, locked, read_metrics
 from cenet.train import RECIPES, checkpoint
+from cenet.train.job import Job, train
+from cenet.train.options import Options
 from cenet.train.run_log import RunLog
 
 
@@ -105,8 +107,9 @@ def test_files_in_several_folders_change_together(tmp_path, monkeypatch):
 
 def test_the_file_that_did_not_fit_is_named(tmp_path):
     small, large = tmp_path / "page_files" / "figure.svg", tmp_path / "page.html"
-    with file_size_limit(1000), pytest.raises(OSError, match=r"File too large: '.*/page\.html'"):
+    with file_size_limit(1000), pytest.raises(OSError, match=r"File too large: ") as error:
         replace_files({small: b"1", large: bytes(2000)})
+    assert error.value.filename == str(large)  # not where it was written first
     with (
         pytest.raises(OSError, match=r"No such file or directory: '.*/second'"),
         replacing(tmp_path / "first", tmp_path / "second") as room,
@@ -134,6 +137,8 @@ def test_a_folder_that_the_system_does_not_make_is_named(tmp_path, monkeypatch):
     with pytest.raises(SystemExit) as left:
         call(monkeypatch, "train", "digits_ce", "--out", str(out))
     assert left.value.code == f"{out}: File name too long"
+    with pytest.raises(ValueError, match="File name too long"):  # as all processes are told
+        train(Job(PLAIN, Options(out), device="cpu"))
 
 
 @pytest.mark.parametrize("out", ["file", "file/run", "broken", "broken/run"])
@@ -198,6 +203,8 @@ def test_the_page_comes_last(tmp_path, monkeypatch):
         (errno.EACCES, "there/x: Permission denied; change its permissions, or"),
         (errno.EEXIST, "there/x: File exists; this is a file or a broken link"),
         (errno.ENOSPC, "there/x: No space left on device; make room"),
+        (errno.EDQUOT, "there/x: Disk quota exceeded; make room"),
+        (errno.EROFS, "there/x: Read-only file system; nothing can be written here"),
         (errno.EIO, "there/x: Input/output error"),
     ],
 )
@@ -206,6 +213,7 @@ def test_errors_of_the_system_in_words(number, words):
     assert said.startswith(words)
     assert "Errno" not in said
     assert in_words(OSError("odd")) == "odd"
+    assert in_words(OSError(errno.EIO, "Input/output error")) == "Input/output error"
 
 
 def test_new_files_are_on_the_disk_before_they_replace_the_old_ones(tmp_path, monkeypatch):
@@ -452,6 +460,18 @@ def test_both_files_of_metrics_hold_the_same_rows(tmp_path):
     assert read_metrics(tmp_path / METRICS) == rows
     table = "epoch,loss,top1\n1,3.5,\n2,2.5,\n3,,0.5\n4,1.5,0.75\n"
     assert (tmp_path / METRICS_CSV).read_text() == table
+
+
+def test_rows_that_do_not_fit_into_one_file_are_in_none(tmp_path):
+    log = RunLog(tmp_path)
+    for epoch in range(1, 60):  # with a column each, the table is larger than the rows
+        log.add({"epoch": epoch, f"loss{epoch}": 1})
+    before = files_in(tmp_path)
+    size = (tmp_path / METRICS_CSV).stat().st_size
+    assert (tmp_path / METRICS).stat().st_size < size - 100
+    with file_size_limit(size), pytest.raises(OSError, match=r"large: '.*/metrics\.csv'"):
+        log.add({"epoch": 60, "loss60": 1})
+    assert files_in(tmp_path) == before
 
 
 def test_tables_of_a_page_hold_no_formulas():

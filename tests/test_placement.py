@@ -247,6 +247,14 @@ def test_ce_that_is_there_is_said_to_be():
         insert_ce_(model)
 
 
+def test_ce_that_feeds_no_activation_counts():
+    ce = NormCE2d(nn.BatchNorm2d(8), ChannelEquilibrium2d(8))
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), ce, nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU()
+    )  # fmt: skip
+    assert find_placement(model).reached == 2
+
+
 class Tokens(nn.Module):
     def __init__(self):
         super().__init__()

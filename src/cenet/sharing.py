@@ -238,8 +238,9 @@ def load(folder: str | Path, network: Build | None = None) -> nn.Module:
         raise ValueError(f"{folder} cannot be loaded, was it changed? {error}") from error
     described: Any = model
     labels = described.pretrained_cfg.get("label_names")
-    if labels and (not isinstance(labels, list | tuple) or len(labels) != described.num_classes):
-        names = f"{len(labels)} classes" if isinstance(labels, list | tuple) else repr(labels)
+    are_names = isinstance(labels, list | tuple) and all(isinstance(one, str) for one in labels)
+    if labels and not (are_names and len(labels) == described.num_classes):
+        names = f"{len(labels)} classes" if are_names else repr(labels)
         raise ValueError(
             f"{folder} cannot be loaded, was {CONFIG} changed? Its label_names are {names}, and "
             f"the network has {described.num_classes} classes"

@@ -145,6 +145,7 @@ def test_a_table_is_a_file_of_its_own_and_runs_no_formula(tmp_path):
             Monitor(Tangled(), to=path)
     assert not victim.exists()
     network = nn.Sequential(OrderedDict({"c": nn.Conv2d(3, 4, 1), "+r": nn.ReLU()}))
+    (tmp_path / "own.csv").touch()  # an empty one gets its header, too
     monitor = Monitor(network, every=1, to=tmp_path / "own.csv")
     network(images(2, 4))
     monitor.close()

@@ -61,8 +61,9 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(name, tmp_path):
     second.run()
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
     other = trainer(replace(recipe, lr=0.5), tmp_path / "cut")
-    with pytest.raises(ValueError, match=r"another run: lr was 0.01 and is 0.5"):
+    with pytest.raises(ValueError, match=r"another run: lr was 0.01 and is 0.5") as refused:
         other.resume()
+    assert "--weights" not in str(refused.value)  # detectors have no such option
 
 
 def empty(count):

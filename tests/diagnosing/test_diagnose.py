@@ -417,13 +417,20 @@ def test_a_folder_of_cenet_save(folder, tmp_path, monkeypatch, capsys):
     assert found.data.classes == tuple(classes)
     assert found.model.checkpoint == str(tmp_path / "saved" / "model.safetensors")
     assert found.accuracy is not None
+    assert found.data.size == (32, 32)
+    out = tmp_path / "small"
+    call(
+        monkeypatch, "diagnose", str(tmp_path / "saved"), "--data", str(folder), "--device", "cpu",
+        "--size", "16", "--out", str(out),
+    )  # fmt: skip
+    assert Diagnosis.read(out / "diagnosis.json").data.size == (16, 16)
     with pytest.raises(ValueError, match="remove --pretrained"):
         find_network(str(tmp_path / "saved"), pretrained=True)
     with pytest.raises(SystemExit, match=r"no run.json; `cenet diagnose .*saved` measures the acc"):
         call(monkeypatch, "eval", str(tmp_path / "saved"))
 
 
-def test_images_in_tar_files_are_those_of_their_folders(folder, tmp_path):
+def test_images_in_tar_files_are_those_of_their_folders(folder, tmp_path, monkeypatch):
     """In another order: shuffled as files of a folder are, and the tar file has its own."""
     kept = sorted(path for path in folder.glob("class*/*.png") if path.name[0].isdigit())
     with tarfile.open(tmp_path / "test-0.tar", "w") as tar:
@@ -450,6 +457,10 @@ def test_images_in_tar_files_are_those_of_their_folders(folder, tmp_path):
     read = list(export._images_in(tmp_path))
     assert [pixels.tobytes() for pixels in read] == [
         Image.open(path).convert("RGB").tobytes() for path in kept
+    ]
+    monkeypatch.setattr(export, "SAMPLES", 4)  # of twelve, evenly
+    assert [pixels.tobytes() for pixels in export._images_in(tmp_path)] == [
+        pixels.tobytes() for pixels in read[::3]
     ]
 
 

@@ -455,6 +455,7 @@ def test_export_does_not_write_over_the_checkpoint(tmp_path, monkeypatch):
         {"num_classes": 7, "model_args": {"num_classes": 7}},
         {"pretrained_cfg": 3},
         {"architecture": ["cevgg16"]},
+        {"architecture": "ce\nvgg16"},
         None,
     ],
     ids=str,

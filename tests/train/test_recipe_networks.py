@@ -187,6 +187,7 @@ def test_positions_are_those_of_the_blocks():
         ("resnet50_se", {"rd_ratio": 0.1}, "rd_ratio=0.1 is for the gate of ce and ir"),
         ("resnet50_ce", {"rd_ratio": 0.0}, "rd_ratio=0.0 must be 1e-06 to 1"),
         ("digits_ce", {"accuracy": float("nan")}, "accuracy=nan must be 0 to 1"),
+        ("digits_ce", {"accuracy": 97.0}, "accuracy=97.0 must be 0 to 1"),
     ],
 )
 def test_fields_that_do_not_go_together_are_refused(name, changes, message):

@@ -401,6 +401,12 @@ def test_what_a_full_disk_and_a_second_interrupt_say(tmp_path, capsys):
     ):
         exit_with_reason(full, tmp_path)
 
+    def forbidden():
+        raise OSError(errno.EACCES, "Permission denied", str(tmp_path / "step-1"))
+
+    with pytest.raises(SystemExit, match=r"step-1: Permission denied; .* choose another path$"):
+        exit_with_reason(forbidden, tmp_path)
+
     def twice():
         raise KeyboardInterrupt
 

@@ -24,7 +24,7 @@ from cenet.train.weights import load_run
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_a_run_explains_itself_and_can_be_evaluated(tmp_path):
+def test_a_run_explains_itself_and_can_be_evaluated(tmp_path, monkeypatch, capsys):
     out = tmp_path / "run"
     row = train(Job(replace(TINY, epochs=1, batch_size=64), Options(out), device="cpu"))
     about = json.loads((out / "run.json").read_text())
@@ -50,10 +50,16 @@ def test_a_run_explains_itself_and_can_be_evaluated(tmp_path):
     before, after = load_run(out).state_dict(), load_file(saved)
     changed = {name for name, value in before.items() if not torch.equal(value, after[name])}
     assert changed == {name for name in before if "running" in name or "num_batches" in name}
+    arguments = ("--recalibrate", "1", "--save", str(saved), "--device", "cpu")
+    call(monkeypatch, "eval", str(out), *arguments)
+    assert f"wrote the recalibrated weights to {saved}" in capsys.readouterr().out
     with pytest.raises(ValueError, match="recalibrate=-1 must be at least 1"):
         evaluate_run(out, device="cpu", recalibrate=-1)
+    (tmp_path / "folder.safetensors").mkdir()
     for wrong in (
-        tmp_path / "x.pth", tmp_path, tmp_path / "nowhere" / "x.safetensors", out / WEIGHTS
+        tmp_path / "x.pth", tmp_path, tmp_path / "nowhere" / "x.safetensors", out / WEIGHTS,
+        tmp_path / "folder.safetensors", out / ".." / out.name / WEIGHTS,
+        checkpoint.checkpoints(out)[0],
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"--save {wrong}"):
             evaluate_run(out, device="cpu", recalibrate=1, save=wrong)
@@ -69,7 +75,7 @@ def test_a_run_explains_itself_and_can_be_evaluated(tmp_path):
         train(Job(TINY, Options(out), device="cpu"))
     with pytest.raises(ValueError, match="another run: batch_size was 64 and is 16; epochs was"):
         train(Job(TINY, Options(out, resume="auto"), device="cpu"))
-    with pytest.raises(ValueError, match=r"is not a folder of `cenet train`"):
+    with pytest.raises(ValueError, match=r"is not a folder of `cenet train`: it has no run.json$"):
         evaluate_run(tmp_path)
 
 
@@ -118,7 +124,7 @@ def test_images_in_memory_keep_the_statistics_of_training(tmp_path):
 def test_images_too_small_for_a_network_are_refused_before_training(tmp_path):
     split = few_digits()
     recipe = replace(TINY, network="vgg16", image_size=8)
-    with pytest.raises(ValueError, match=r"vgg16 cannot train on images of 8×8: .*--image-size"):
+    with pytest.raises(ValueError, match=r"vgg16 cannot .* of 8×8: [^;]*; raise --image-size$"):
         Trainer(recipe, split, Options(tmp_path), ALONE)
 
 
@@ -142,6 +148,9 @@ def test_other_classes_are_another_run(tmp_path):
     with pytest.raises(ValueError, match=r"epochs was 1 and is 3; use another --out") as refused:
         trainer(replace(TINY, epochs=3), tmp_path, named).resume()
     assert "pixels" not in str(refused.value)
+    with pytest.raises(ValueError, match="epochs was 1 and is 3; use another") as fewer:
+        trainer(replace(TINY, epochs=3), tmp_path, few_digits(80)).resume()
+    assert "images" not in str(fewer.value)
     assert f"--weights {tmp_path} begins with its weights" in str(refused.value)
     (tmp_path / WEIGHTS).unlink()  # as before its end
     with pytest.raises(ValueError, match=r"use another --out for this one$"):
@@ -192,6 +201,11 @@ def test_the_first_layer_that_is_not_finite_is_named():
             ("train", "digits_ce", "--checkpoint-seconds", "inf"),
             "--checkpoint-seconds inf must be at least 0, and finite",
         ),
+        (
+            ("train", "digits_ce", "--checkpoint-seconds", "nan"),
+            "--checkpoint-seconds nan must be at least 0, and finite",
+        ),
+        (("train", "digits_ce", "--threads", "0"), "--threads 0 must be at least 1"),
         (("train", "digits_ce", "--blok", "ce"), "Perhaps you meant"),
         (("train", "vgg16_ce"), "cifar10 is not built in; say where it is with --data FOLDER"),
         (("train", "digits_ce", "--out", "/proc/nowhere"), "/proc/nowhere"),
@@ -204,6 +218,11 @@ def test_bad_input_gets_one_clear_error(arguments, message, monkeypatch, capsys)
     assert caught.value.code != 0
     said = f"{caught.value.code} {capsys.readouterr().err}"
     assert message in " ".join(said.replace("│", " ").split())
+
+
+def test_whole_numbers_are_not_asked_to_be_finite(tmp_path):
+    with pytest.raises(ValueError, match=r"^--log-every 0 must be at least 1$"):
+        Options(tmp_path, log_every=0)
 
 
 def test_recipes_are_listed(monkeypatch, capsys):
