@@ -492,8 +492,21 @@ def test_a_folded_layer_works_in_channels_last(layer, channels, side):
         y = rest(maps, residual)
     assert_close("without", y, expected, 1e-5)
     assert y.is_contiguous(memory_format=torch.channels_last)
+    with torch.no_grad():
+        half = rest(maps.bfloat16(), residual.bfloat16())
+    assert_close("in bfloat16", half.float(), expected, 5e-2)
     if channels % 16 == 0 or layer is InstanceReweighting2d:
         assert layouts.others == 0
+
+
+def test_a_folded_layer_is_exported_for_any_batch_size_in_channels_last():
+    _, rest = fold_conv_norm_ce(*pair(channels=32))
+    maps = torch.randn(6, 32, 21, 21, dtype=torch.float64)
+    maps = maps.contiguous(memory_format=torch.channels_last)
+    sizes = {"x": {0: torch.export.Dim("batch")}}
+    with torch.no_grad():
+        program = torch.export.export(rest, (maps[:3],), dynamic_shapes=sizes)
+        assert_close("y", program.module()(maps), rest(maps), 1e-12)
 
 
 def test_decorrelation_alone_leaves_nothing_of_one_pair_but_its_activation():

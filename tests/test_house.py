@@ -26,6 +26,7 @@ LEVELS = [
         "files",
         "run_folder",
         "internals",
+        "cpu",
         "functional",
         "messages",
         "formatting",

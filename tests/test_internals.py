@@ -15,6 +15,7 @@ import timm
 import torch
 import triton
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cenet.internals as internals
 from _fused import assert_same, block, gradients, images
@@ -145,7 +146,27 @@ def test_what_the_kernels_cannot_do_without_is_named(holder, name, ours, monkeyp
 )
 def test_somebody_may_listen_where_torch_cannot_tell(holder, name, monkeypatch):
     assert not internals.hears_operators()
-    assert without(monkeypatch, holder, name).hears_operators()
+    assert not internals.intercepts_operators()
+    module = without(monkeypatch, holder, name)
+    assert module.hears_operators()
+    assert module.intercepts_operators()
+
+
+def test_modes_that_cannot_be_listed_might_want_more_than_to_see(monkeypatch):
+    class Look(TorchDispatchMode):
+        allows_passes = True
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    with Look():
+        assert internals.hears_operators()
+        assert not internals.intercepts_operators()
+    place = importlib.import_module("torch.utils._python_dispatch")
+    module = without(monkeypatch, place, "_get_current_dispatch_mode_stack")
+    assert not module.intercepts_operators()
+    with Look():
+        assert module.intercepts_operators()
 
 
 @pytest.mark.parametrize(

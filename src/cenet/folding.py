@@ -335,7 +335,9 @@ def _fold_norm_ce(conv: nn.Conv2d, module: NormCE2d) -> nn.Module:
     assert new is not None
     _set_weights(conv, new)
     conv.bias = None
-    return FoldedCE2d(module.ce, new.bias, module.act).eval()
+    remaining = FoldedCE2d(module.ce, new.bias, module.act).eval()
+    remaining.owns_input = True
+    return remaining
 
 
 def _merged_groups(channels: int, groups: int, group_size: int) -> int | None:

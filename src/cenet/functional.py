@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, linear, max_pool2d, pad
 
+from cenet import cpu
 from cenet.internals import is_batched, is_tracing, unsafe_view
 
 # Σ + (RIDGE · tr Σ / K + RIDGE_FLOOR) · I: relative, so that weak channels keep their correlations;
@@ -48,9 +49,20 @@ class Moments(NamedTuple):
     cov: Tensor | None  # (G, K, K)
     pixels: int  # L
     window_mean: Tensor | None = None  # (N, C), of what cov is taken of: x, or its pooled windows
-    # the values of a `Centered` once more: if these are mapped, backward adds the gradients of
-    # measuring and of mapping in place
-    values: Tensor | None = None
+
+
+class Centered(NamedTuple):
+    """Images with a constant subtracted from every channel: x = values − less + offset + center.
+
+    Measured and mixed as they are, images cost float32 as many digits as mean / deviation has:
+    gradients are then sums of large terms that cancel. What is subtracted is added again in the
+    coefficients, so the block does not depend on it, and it needs no gradient.
+    """
+
+    values: Tensor  # (N, C, H, W)
+    offset: Tensor | None = None  # (N, C), of the images
+    center: Tensor | None = None  # (C,)
+    less: Tensor | None = None  # (N, C) or (1, C): what `mix` has still to subtract from values
 
 
 class Gate(NamedTuple):
@@ -130,75 +142,63 @@ def _grouped_pixels(x: Tensor, group_size: int) -> Tensor:
     return x.reshape(n * groups, group_size, height * width)
 
 
-class Centered(NamedTuple):
-    """x with every channel of every image near zero: x = values + offset + center."""
-
-    values: Tensor  # (N, C, H, W), contiguous
-    offset: Tensor  # (N, C), of the images
-    center: Tensor  # (C,)
-
-
-def centered(x: Tensor) -> Centered:
-    """Subtract the mean of each channel of each image, as a constant.
-
-    Measured and mixed as it is, x costs float32 as many digits as mean / deviation has: gradients
-    are then sums of large terms that cancel. What is subtracted here is added again in the
-    coefficients, so the block does not depend on it, and it needs no gradient.
-
-    All products with the pixels of a group need them contiguous; copied here, they are copied once.
-    """
-    x = x.contiguous()
-    mean = x.detach().mean((2, 3))
-    center = mean.mean(0)
-    return Centered(x - mean[:, :, None, None], mean - center, center)
+def subtracted(x: Tensor, center: Tensor) -> Centered:
+    """x less a constant per channel, (C,)."""
+    if cpu.can_take(x):
+        return Centered(x, None, center, center[None])
+    return Centered(x - center[:, None, None], None, center)
 
 
 class _Moments(torch.autograd.Function):
-    """Instance mean and variance (N,C) and group covariance (G,K,K) of centered values, keeping
-    nothing else of their size for backward.
+    """Center x, and take the mean and variance (N,C) and group covariance (G,K,K) of the result.
 
     The covariance is what varies inside the images plus what varies between their means (the law of
     total variance of Appendix B, for the whole matrix): both parts are positive semidefinite. The
     gradient is linear in the values, so backward is a `mix`, and differentiable again.
 
     The mean is that of the values: what rounding left of the mean that was subtracted, which
-    matters where that was large.
+    matters where that was large. The values are a result, so that backward can add the gradients of
+    measuring and of mapping in place. With `compiled` they are x, and `less` is left to `mix`.
     """
 
     @staticmethod
     def forward(
-        values: Tensor, offset: Tensor, group_size: int | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        n, channels, height, width = values.shape
-        mean = values.mean((2, 3))
-        if group_size is None:
-            length = torch.linalg.vector_norm(values, dim=(2, 3))
-            return values.view_as(values), mean, length.square() / (height * width), None
-        pixels = _grouped_pixels(values, group_size)
-        inside = pixels @ pixels.mT / (height * width)
-        inside = inside.reshape(n, -1, group_size, group_size)
-        between = grouped(_from_batch_mean(offset, mean), group_size).transpose(0, 1)  # (G, N, K)
-        var = inside.diagonal(dim1=-2, dim2=-1).flatten(1)[:, :channels]
-        cov = inside.mean(0) + between.mT @ between / n
-        return values.view_as(values), mean, var.contiguous(), cov
+        x: Tensor, group_size: int | None, compiled: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        if compiled:
+            values = x.view_as(x)
+            less, mean, var, inside = cpu.measure(x, group_size)
+        else:
+            x = x.contiguous()  # all products with the pixels of a group need them so
+            less = image_means(x)
+            values = x - less[:, :, None, None]
+            mean, var, inside = _measure(values, group_size)
+        if inside is None or group_size is None:
+            return values, less, mean, var, None
+        between = grouped(_from_batch_mean(less, mean), group_size).transpose(0, 1)  # (G, N, K)
+        cov = inside.mean(0) + between.mT @ between / len(x)
+        return values, less, mean, var, cov
 
     @staticmethod
     def setup_context(
-        ctx: Any, inputs: tuple[Tensor, Tensor, int | None], output: tuple[Tensor, ...]
+        ctx: Any, inputs: tuple[Tensor, int | None, bool], output: tuple[Tensor, ...]
     ) -> None:
-        ctx.save_for_backward(inputs[0], inputs[1], output[1])
-        ctx.group_size = inputs[2]
+        values, less, mean, *_ = output
+        ctx.save_for_backward(inputs[0] if inputs[2] else values, less, mean)
+        ctx.mark_non_differentiable(less)
+        ctx.group_size, ctx.compiled = inputs[1:]
         ctx.set_materialize_grads(False)  # zeros as large as the values, if they are not mapped
 
     @staticmethod
     def backward(
         ctx: Any,
         grad: Tensor | None,
+        _less: None,
         grad_mean: Tensor | None,
         grad_var: Tensor | None,
         grad_cov: Tensor | None,
     ) -> tuple[Tensor, None, None]:
-        values, offset, mean = ctx.saved_tensors
+        values, less, mean = ctx.saved_tensors
         n, channels, height, width = values.shape
         grad_mean = torch.zeros_like(mean) if grad_mean is None else grad_mean
         grad_var = torch.zeros_like(mean) if grad_var is None else grad_var
@@ -207,13 +207,38 @@ class _Moments(torch.autograd.Function):
         c = grad_mean / (height * width) - d * mean
         if grad_cov is not None:
             P = (grad_cov + grad_cov.mT) / (n * height * width)
-            distance = grouped(_from_batch_mean(offset, mean) - mean, ctx.group_size)  # (N, G, K)
+            distance = grouped(_from_batch_mean(less, mean) - mean, ctx.group_size)  # (N, G, K)
             c = c + _of_each_image(P, distance)[:, :channels]
+        if ctx.compiled and not torch.is_grad_enabled() and cpu.can_take(values):
+            # nobody else has the gradient that `_Mapped` made of the values
+            onto = None if grad is None else in_layout_of(values, grad)
+            return cpu.apply(values, P, d, c, less=less, onto=onto), None, None
         # not through its decorator: dynamo cannot follow a change of autocast inside a backward
-        own = mix.__wrapped__(values, P, d, c)  # type: ignore[attr-defined]
+        own = mix.__wrapped__(  # type: ignore[attr-defined]
+            values, P, d, c, less if ctx.compiled else None
+        )
         if grad is not None:
             own = own + grad if torch.is_grad_enabled() else own.add_(grad)
         return own, None, None
+
+
+def image_means(x: Tensor) -> Tensor:
+    """Mean of each channel of each image, (N, C)."""
+    return x.mean((2, 3))
+
+
+def _measure(values: Tensor, group_size: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Mean and variance (N, C) of centered values, and their second moments (N, G, K, K)."""
+    n, channels, height, width = values.shape
+    mean = values.mean((2, 3))
+    if group_size is None:
+        length = torch.linalg.vector_norm(values, dim=(2, 3))
+        return mean, length.square() / (height * width), None
+    pixels = _grouped_pixels(values, group_size)
+    inside = pixels @ pixels.mT / (height * width)
+    inside = inside.reshape(n, -1, group_size, group_size)
+    var = inside.diagonal(dim1=-2, dim2=-1).flatten(1)[:, :channels]
+    return mean, var.contiguous(), inside
 
 
 def _of_each_image(matrix: Tensor, vectors: Tensor) -> Tensor:
@@ -224,57 +249,77 @@ def _of_each_image(matrix: Tensor, vectors: Tensor) -> Tensor:
     return (vectors.transpose(0, 1) @ matrix.mT).transpose(0, 1).flatten(1)
 
 
-def _from_batch_mean(offset: Tensor, mean: Tensor) -> Tensor:
-    """Distance of the means of images, offset + mean, from that of the batch, (N, C)."""
-    whole = offset + mean
+def _from_batch_mean(less: Tensor, mean: Tensor) -> Tensor:
+    """Distance of the means of images, less + mean, from that of the batch, (N, C).
+
+    Added to the first, the second would be rounded away where the first is large.
+    """
+    whole = less - less.mean(0) + mean
     return whole - whole.mean(0)
 
 
 @full_precision
 def moments(
-    x: Tensor,
-    group_size: int | None = 16,
-    pool: int = 1,
-    sign: Tensor | None = None,
-    offset: Tensor | None = None,
+    x: Tensor, group_size: int | None = 16, pool: int = 1, sign: Tensor | None = None
 ) -> Moments:
     """Measure x: instance moments (Eq. IN) and the covariance of each group (Eq. batch-co).
 
     Args:
-        x: feature map of any floating dtype and layout; with `offset`, the values of a `Centered`.
+        x: feature map of any floating dtype and layout.
         group_size: channels per covariance group; None leaves the covariance out.
         pool: side of the max-pool window x goes through before its covariance is taken (1 = none).
             Windows at the border may be partial, so every pixel counts.
         sign: ±1 per channel. Pooling sign·x and not x makes pooling commute with an affine map
             whose scale has that sign.
-        offset: that of the `Centered`. Means are then relative to its center.
 
     Shape: x (N, C, H, W); mean and var (N, C); cov (G, K, K), zero in the padding of a ragged
     group.
     """
-    x = x.to(statistics_dtype(x))
-    pixels = x.shape[2] * x.shape[3]
-    if offset is None and group_size is None:
+    if group_size is None and not cpu.can_take(x):
+        x = x.to(statistics_dtype(x))
         mean = x.mean((2, 3))
         var = (x - mean[:, :, None, None]).square().mean((2, 3))
-        return Moments(mean, var, None, pixels)
-    if offset is None:
-        x, offset, center = centered(x)
-        found = moments(x, group_size, pool, sign, offset)
-        assert found.window_mean is not None
-        return found._replace(
-            mean=found.mean + center, window_mean=found.window_mean + center, values=None
-        )
-    values, mean, var, cov = _Moments.apply(x, offset, group_size if pool == 1 else None)
+        return Moments(mean, var, None, x.shape[2] * x.shape[3])
+    found, images = centered_moments(x, group_size, pool, sign)
+    assert found.window_mean is not None
+    assert images.center is not None
+    return found._replace(
+        mean=found.mean + images.center, window_mean=found.window_mean + images.center
+    )
+
+
+@full_precision
+def centered_moments(
+    x: Tensor, group_size: int | None = 16, pool: int = 1, sign: Tensor | None = None
+) -> tuple[Moments, Centered]:
+    """`moments` with means relative to a common center, and the centered images for `mix`."""
+    x = x.to(statistics_dtype(x))
+    pixels = x.shape[2] * x.shape[3]
+    values, less, mean, var, cov, compiled = _centered(x, group_size if pool == 1 else None)
+    center = less.mean(0)
+    offset = less - center
     mean = offset + mean
+    images = Centered(values, offset, center, less if compiled else None)
     if group_size is None or pool == 1:
-        return Moments(mean, var, cov, pixels, mean, values)
-    sign = torch.ones_like(mean[0]) if sign is None else sign.to(x.dtype)
-    pooled = max_pool2d(sign[:, None, None] * x, pool, ceil_mode=True) * sign[:, None, None]
-    windows = centered(pooled)
-    offset = offset + (windows.offset + windows.center)
-    _, window_mean, _, cov = _Moments.apply(windows.values, offset, group_size)
-    return Moments(mean, var, cov, pixels, offset + window_mean, values)
+        return Moments(mean, var, cov, pixels, mean), images
+    pooled = _pooled(x, pool, sign)
+    _, less, window_mean, _, cov, _ = _centered(pooled, group_size)
+    return Moments(mean, var, cov, pixels, less - center + window_mean), images
+
+
+def _pooled(x: Tensor, pool: int, sign: Tensor | None) -> Tensor:
+    """The largest value of each window; of a channel whose sign is −1, the smallest."""
+    if sign is None or (cpu.can_take(x) and bool((sign > 0).all())):
+        return max_pool2d(x, pool, ceil_mode=True)
+    signs = sign.to(x.dtype)[:, None, None]
+    return max_pool2d(signs * x, pool, ceil_mode=True) * signs
+
+
+def _centered(x: Tensor, group_size: int | None) -> tuple[Any, ...]:
+    """The results of `_Moments`, and whether a compiled pass took them."""
+    compiled = cpu.can_take(x, group_size or 1)
+    x = cpu.dense(x) if compiled else x
+    return *_Moments.apply(x, group_size, compiled), compiled
 
 
 @full_precision
@@ -409,16 +454,38 @@ def coefficients(
 
 
 @full_precision
-def mix(x: Tensor, P: Tensor | None, d: Tensor | None, c: Tensor) -> Tensor:
+def mix(
+    x: Tensor, P: Tensor | None, d: Tensor | None, c: Tensor, less: Tensor | None = None
+) -> Tensor:
     """y = P·x + d_n ⊙ x + c_n, P acting inside each group of channels.
+
+    Args:
+        x: feature map of any floating dtype and layout.
+        P: matrices of the groups, (G, K, K), or None.
+        d: factors of channels, (N, C), (1, C) or None.
+        c: constants, (N, C) or (1, C).
+        less: (N, C) or (1, C), subtracted from x first; None for zero.
 
     Shape: x (N, C, H, W) -> (N, C, H, W), in the dtype and memory format of x.
     """
     values = x.to(c.dtype)
+    if P is not None and P.dtype == c.dtype and cpu.can_take(values, P.shape[-1]):
+        y = cast(Tensor, _Mapped.apply(cpu.dense(values), P, d, c, less))
+    else:
+        y = _mix(values, P, d, c, less)
+    return in_layout_of(x, y.to(x.dtype))
+
+
+def _mix(
+    values: Tensor, P: Tensor | None, d: Tensor | None, c: Tensor, less: Tensor | None
+) -> Tensor:
+    """`mix` in plain PyTorch; contiguous, if there is a P."""
+    if less is not None:
+        values = values - less[:, :, None, None]
     if P is None:
         assert d is not None, "mix needs P, d or both"
-        return torch.addcmul(c[:, :, None, None], d[:, :, None, None], values).to(x.dtype)
-    n, channels, height, width = x.shape
+        return torch.addcmul(c[:, :, None, None], d[:, :, None, None], values)
+    n, channels, height, width = values.shape
     groups, group_size, _ = P.shape
     operator = P if d is None else P + torch.diag_embed(grouped(d, group_size))
     y = torch.baddbmm(
@@ -430,10 +497,52 @@ def mix(x: Tensor, P: Tensor | None, d: Tensor | None, c: Tensor) -> Tensor:
     shape = [n, groups * group_size, height, width]
     # and as a view in a trace, where the arguments of the other would be those of this batch
     y = y.view(shape) if is_tracing() else cast(Tensor, unsafe_view(y, shape))
-    y = y.to(x.dtype)
-    if groups * group_size != channels:
-        y = y[:, :channels]
-    return in_layout_of(x, y)
+    return y if groups * group_size == channels else y[:, :channels]
+
+
+class _Mapped(torch.autograd.Function):
+    """`mix` by a compiled pass, and its gradients by two."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, values: Tensor, P: Tensor, d: Tensor | None, c: Tensor, less: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(values, P, d, c, less)
+        return cpu.apply(values, P, d, c, less=less)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        values, P, d, c, less = ctx.saved_tensors
+        if torch.is_grad_enabled() or not cpu.can_take(grad):
+            return *_gradients_of_mix(grad, (values, P, d, c), less), None
+        own = grad_P = grad_d = grad_c = None
+        if any(ctx.needs_input_grad[1:]):
+            products, grad_c = cpu.gram(grad, values, less, P.shape[-1])
+            grad_P = products.sum(0)
+            if d is not None:
+                grad_d = products.diagonal(dim1=-2, dim2=-1).flatten(1)[:, : d.shape[1]]
+                grad_d = grad_d.sum_to_size(d.shape)
+            grad_c = grad_c.sum_to_size(c.shape)
+        if ctx.needs_input_grad[0]:
+            grad = in_layout_of(values, grad)
+            own = cpu.apply(grad, P, d, None, transposed=True)
+        return own, grad_P, grad_d, grad_c, None
+
+
+def _gradients_of_mix(
+    grad: Tensor, inputs: tuple[Tensor | None, ...], less: Tensor | None
+) -> list[Tensor | None]:
+    """The same in plain PyTorch, to be differentiated again or traced."""
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # views, because d may itself have been computed from the values
+        inputs = tuple(x if x is None else (x if again else x.detach()).view_as(x) for x in inputs)
+        if not again:
+            inputs = tuple(x if x is None else x.requires_grad_() for x in inputs)
+        wanted = [x for x in inputs if x is not None and x.requires_grad]
+        y = _mix(*inputs, less)  # type: ignore[call-arg, arg-type]
+        found = iter(torch.autograd.grad(y, wanted, grad, create_graph=again))
+    return [next(found) if x is not None and x.requires_grad else None for x in inputs]
 
 
 def channel_equilibrium(

@@ -75,6 +75,9 @@ if graph_task is None:
 _dispatch_modes: Any = _of("torch._C", "_len_torch_dispatch_stack")
 _transforms: Any = _of("torch._C._functorch", "peek_interpreter_stack")
 _is_profiling: Any = _of("torch._C._autograd", "_profiler_enabled")
+_modes: Any = _of("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack") or (
+    lambda: [None]
+)
 _CAN_TELL = None not in (_dispatch_modes, _transforms, _is_profiling)
 
 # whether torch.jit.trace records this run
@@ -83,16 +86,23 @@ is_tracing: Any = _of("torch.jit", "is_tracing") or (lambda: False)
 is_batched: Any = _of("torch._C._functorch", "is_batchedtensor") or (lambda _tensor: False)
 
 
-def hears_operators() -> bool:
-    """Whether somebody may want to know which operators are called; at worst it is true."""
+def intercepts_operators() -> bool:
+    """Whether operators are traced, counted or transformed, not just run; at worst it is true.
+
+    A mode with a true attribute `allows_passes` only wants to see them.
+    """
     return (
         torch.compiler.is_compiling()
         or not _CAN_TELL
-        or bool(_dispatch_modes())
+        or (_dispatch_modes() and not all(getattr(m, "allows_passes", False) for m in _modes()))
         or _transforms() is not None
-        or _is_profiling()
         or is_tracing()
     )
+
+
+def hears_operators() -> bool:
+    """Whether somebody may want to know which operators are called; at worst it is true."""
+    return intercepts_operators() or bool(_dispatch_modes()) or _is_profiling()
 
 
 def sequence_number(node: Node) -> int:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from cenet import cpu
 from cenet import functional as F
 from cenet.internals import (
     below_autograd,
@@ -64,7 +65,14 @@ def _checked(name: str, where: str) -> str:
     return name
 
 
-_backend = _checked(os.environ.get("CENET_BACKEND", "auto"), "CENET_BACKEND")
+def _choose(name: str) -> None:
+    global _backend
+    _backend = name
+    cpu.enabled = name == "auto"
+
+
+_backend = "auto"
+_choose(_checked(os.environ.get("CENET_BACKEND", "auto"), "CENET_BACKEND"))
 
 
 @contextmanager
@@ -79,13 +87,12 @@ def backend(name: Backend) -> Iterator[None]:
     >>> with backend("torch"):
     ...     pass
     """
-    global _backend
     before = _backend
-    _backend = _checked(name, "backend")
+    _choose(_checked(name, "backend"))
     try:
         yield
     finally:
-        _backend = before
+        _choose(before)
 
 
 def start_gpu(device: torch.device, *, kernels: bool) -> None:

@@ -229,6 +229,14 @@ def test_a_non_finite_batch_never_enters_a_buffer(make, bad):
     assert all(value.isfinite().all() for value in after.values())
 
 
+@each_layer
+def test_a_first_batch_that_is_not_finite_leaves_the_initial_values(make):
+    layer = trained(make, steps=0)
+    before = buffers(layer)
+    layer(images() * torch.nan)
+    assert same(before, buffers(layer))
+
+
 @pytest.mark.parametrize("name", ["ce", "bd", "ir"])
 @pytest.mark.parametrize("momentum", [0.1, 0.5, 1.0, None])
 def test_running_average_has_no_trace_of_its_start(name, momentum):
@@ -628,8 +636,8 @@ def test_half_precision_gradient_under_an_upstream_gradient_with_a_mean(name, dt
 def test_computing_w_and_s_moves_no_buffer_and_tracking_does():
     layer = ChannelEquilibrium2d(24)
     x, one = images(), torch.ones(24)
-    moments = layer.measure(x, batch=True, offset=None)
-    statistics = layer.summarize(x, moments, None, norm=False)
+    moments, centered = layer.measure(x, batch=True)
+    statistics = layer.summarize(x, moments, centered.center, norm=False)
     before = copy.deepcopy(layer.state_dict())
     inv_sqrt, inv_std = layer.bd.inv_sqrt(one, statistics), layer.ir.inv_std(one, statistics)
     assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())

@@ -9,7 +9,7 @@ from torch.nn.functional import layer_norm
 from _build import Case, build, gradient_names, make_input, twin
 from _checks import RTOL, assert_close
 from _reference import activate, equilibrium
-from cenet import ChannelEquilibrium2d, NormCE2d
+from cenet import ChannelEquilibrium2d, NormCE2d, cpu, ops
 from cenet import functional as F
 
 BASE = Case()
@@ -30,6 +30,9 @@ CASES = [
     *(BASE.but(gamma=g, channels=58) for g in (1e-1, 1e-2)),
     BASE.but(group_size=64, channels=64, height=9, width=9),
     BASE.but(group_size=5, channels=24),
+    # more pixels than the compiled passes take at once
+    BASE.but(height=19, width=29, channels=58),
+    BASE.but(height=19, width=29, channels=58, layout="channels_last"),
     # means far from zero: of x, and of what another norm hands over
     *(
         BASE.but(offset=o, norm=n, layout=v)
@@ -89,6 +92,12 @@ def test_values_and_gradients_match_the_reference(case):
     check_parity(case)
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case.dtype != torch.float64], ids=str)
+def test_without_compiled_passes_they_match_too(case):
+    with ops.backend("torch"):
+        check_parity(case)
+
+
 @pytest.mark.parametrize("dtype", HALF)
 def test_activation_mask_differs_from_the_exact_one_only_near_zero(dtype):
     case = BASE.but(dtype=dtype, channels=64, height=14, width=14)
@@ -111,13 +120,13 @@ def mutate_absolute_ridge(monkeypatch):
 
 
 def mutate_unbiased_variance(monkeypatch):
-    original = F.moments
+    original = F.centered_moments
 
     def unbiased(*args, **kwargs):
-        m = original(*args, **kwargs)
-        return m._replace(var=m.var * m.pixels / (m.pixels - 1))
+        m, images = original(*args, **kwargs)
+        return m._replace(var=m.var * m.pixels / (m.pixels - 1)), images
 
-    monkeypatch.setattr(F, "moments", unbiased)
+    monkeypatch.setattr(F, "centered_moments", unbiased)
 
 
 def mutate_swapped_lambda(monkeypatch):
@@ -134,19 +143,27 @@ def mutate_gate_eps(monkeypatch):
 
 
 def mutate_unsigned_pooling(monkeypatch):
-    original = F.moments
+    original = F.centered_moments
 
-    def unsigned(x, group_size, pool, sign, offset):
-        return original(x, group_size, pool, None, offset)
+    def unsigned(x, group_size, pool, sign):
+        return original(x, group_size, pool, None)
 
-    monkeypatch.setattr(F, "moments", unsigned)
+    monkeypatch.setattr(F, "centered_moments", unsigned)
 
 
 def mutate_no_centering(monkeypatch):
-    def as_it_is(x):
-        return F.Centered(x, x.new_zeros(x.shape[:2]), x.new_zeros(x.shape[1]))
+    monkeypatch.setattr(cpu, "enabled", False)
+    monkeypatch.setattr(F, "image_means", lambda x: x.new_zeros(x.shape[:2]))
 
-    monkeypatch.setattr(F, "centered", as_it_is)
+
+def mutate_no_centering_in_the_passes(monkeypatch):
+    original = cpu.measure
+
+    def at_zero(x, group_size):
+        less, rest, *others = original(x, group_size)
+        return torch.zeros_like(less), less + rest, *others
+
+    monkeypatch.setattr(cpu, "measure", at_zero)
 
 
 @pytest.mark.parametrize(
@@ -163,6 +180,8 @@ def mutate_no_centering(monkeypatch):
         (mutate_unsigned_pooling, BASE.but(pool=2, height=6, width=9)),
         (mutate_no_centering, BASE.but(offset=100)),
         (mutate_no_centering, BASE.but(offset=100, norm="none")),
+        (mutate_no_centering_in_the_passes, BASE.but(offset=100)),
+        (mutate_no_centering_in_the_passes, BASE.but(offset=100, norm="none")),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

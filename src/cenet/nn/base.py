@@ -118,17 +118,16 @@ class EquilibriumLayer(nn.Module):
         # cast once: the two gradients of x are then added before they are rounded
         values = x.to(F.statistics_dtype(x))
         scale = values.new_ones(self.num_features)
-        shift, offset, center = torch.zeros_like(scale), None, None
+        shift, moments, images = torch.zeros_like(scale), None, F.Centered(values)
         if batch and x.numel() > 0:
-            values, offset, center = F.centered(values)
-            shift = offset + center
-        moments = self.measure(values, batch=batch and x.numel() > 0, offset=offset)
-        statistics = self.summarize(values, moments, center, norm=False) if batch else None
+            moments, images = self.measure(values, batch=True)
+            shift = images.offset + images.center  # type: ignore[operator]
+        elif branches.ir is not None:
+            moments = F.moments(values, None)
+        statistics = self.summarize(values, moments, images.center, norm=False) if batch else None
         coefficients = self.coefficients(moments, scale, shift, statistics)
-        if moments is not None and moments.values is not None:
-            values = moments.values
-        y = F.in_layout_of(x, F.mix(values, *coefficients).to(x.dtype))
-        return finish(y, act, residual)
+        y = F.mix(images.values, *coefficients, images.less)
+        return finish(F.in_layout_of(x, y.to(x.dtype)), act, residual)
 
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments that build this layer again, but for device and dtype."""
@@ -139,22 +138,19 @@ class EquilibriumLayer(nn.Module):
         raise NotImplementedError
 
     def measure(
-        self,
-        x: Tensor,
-        *,
-        batch: bool,
-        offset: Tensor | None,
-        sign: Tensor | None = None,
-    ) -> F.Moments | None:
-        """Take the moments that `coefficients` will ask for, or None if it needs none.
+        self, x: Tensor, *, batch: bool, sign: Tensor | None = None
+    ) -> tuple[F.Moments, F.Centered]:
+        """Center the images x, and take the moments that `coefficients` will ask for.
 
         Args:
-            x: the images, or their centered values.
-            batch: the statistics of the batch are asked for, too.
-            offset: that of the centered values; None if x is not centered.
+            x: the images, at least one.
+            batch: this layer takes the statistics of the batch; if not, only the norm does.
             sign: of the norm's scale, where the covariance is taken after pooling.
         """
-        raise NotImplementedError
+        bd = self.branches().bd
+        if bd is None or not batch:
+            return F.centered_moments(x, None)
+        return F.centered_moments(x, bd.group_size, bd.pool, sign)
 
     def instance_var(self, moments: F.Moments | None) -> Tensor | None:
         """The variances (N, C) that instance reweighting works with, or None without it."""

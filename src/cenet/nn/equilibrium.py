@@ -100,13 +100,6 @@ class ChannelEquilibrium2d(EquilibriumLayer):
         return self.mix_logit.sigmoid().squeeze(0)
 
     @override
-    def measure(
-        self, x: Tensor, *, batch: bool, offset: Tensor | None, sign: Tensor | None = None
-    ) -> F.Moments | None:
-        branch = self.bd if batch else self.ir
-        return branch.measure(x, batch=batch, offset=offset, sign=sign)
-
-    @override
     def coefficients(
         self,
         moments: F.Moments | None,
@@ -220,12 +213,6 @@ class BatchDecorrelation2d(EquilibriumLayer):
             "newton_steps": int(self.newton_steps),
             "pool": int(self.pool),
         }
-
-    @override
-    def measure(
-        self, x: Tensor, *, batch: bool, offset: Tensor | None, sign: Tensor | None = None
-    ) -> F.Moments | None:
-        return F.moments(x, self.group_size, self.pool, sign, offset) if batch else None
 
     def inv_sqrt(self, scale: Tensor, statistics: Statistics | None) -> Tensor:
         """W of the batch with these statistics; its running average if they are None."""
@@ -347,16 +334,14 @@ class InstanceReweighting2d(EquilibriumLayer):
     def arguments(self) -> dict[str, Any]:
         return {"eps": self.eps, "momentum": self.momentum, "rd_ratio": self.rd_ratio}
 
+    def parts(self) -> tuple[tuple[nn.Module, type[nn.Module]], ...]:
+        """The modules of the gate, and what each is unless somebody has replaced it."""
+        return (self.fc1, nn.Linear), (self.norm, nn.LayerNorm), (self.fc2, nn.Linear)
+
     @property
     def gate(self) -> F.Gate:
         """The gate's weights."""
         return F.Gate(self.fc1.weight, self.norm.weight, self.norm.bias, self.fc2.weight)
-
-    @override
-    def measure(
-        self, x: Tensor, *, batch: bool, offset: Tensor | None, sign: Tensor | None = None
-    ) -> F.Moments | None:
-        return F.moments(x, group_size=None, offset=offset)
 
     @override
     def instance_var(self, moments: F.Moments | None) -> Tensor:

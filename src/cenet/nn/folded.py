@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 import cenet.nn.fused as fused
+from cenet import cpu, ops
 from cenet import functional as F
-from cenet import ops
-from cenet.internals import is_batched, is_tracing
+from cenet.internals import hears_operators, is_batched, is_tracing
 from cenet.kernels.call import FoldedCECall
 from cenet.nn.base import EquilibriumLayer, call_as_leaf, finish, is_proxy, refuse_script
 from cenet.nn.equilibrium import (
@@ -16,6 +16,7 @@ from cenet.nn.equilibrium import (
     ChannelEquilibrium2d,
     InstanceReweighting2d,
 )
+from cenet.nn.norms import is_hooked
 
 Branch = TypeVar("Branch", bound=EquilibriumLayer)
 
@@ -57,6 +58,8 @@ class FoldedCE2d(nn.Module):
         self.register_buffer("gain_offset", identity if matrix is None else 0 * identity)
         self.ir = _branch(ce, InstanceReweighting2d)
         self.act = act
+        # nothing else reads the output of the convolution, so the result may take its place
+        self.owns_input = False
 
     @property
     def shift(self) -> Tensor:
@@ -70,19 +73,20 @@ class FoldedCE2d(nn.Module):
         if is_proxy(x):
             return call_as_leaf(self, x, residual, act)
         act = self.act if act is None else act
+        if x.device.type == "cpu" and (layer := _compilable(self, x, residual)) is not None:
+            return _compiled(self, layer, x, residual, act)
         if self.ir is not None and _can_fuse(self, self.ir, x, residual):
             return _fused(self, self.ir, x, residual, act)
         dtype = F.statistics_dtype(x)
         matrix = None if self.matrix is None else self.matrix.to(dtype)
         d, c = None, self.matrix_shift.to(dtype)[None]
-        in_rows = _is_in_rows(x)
         if self.ir is not None:
-            moments = _moments_of_rows(x) if in_rows else _moments(x)
+            moments = _moments(x)
             one = moments.mean.new_ones(x.shape[1])
             gain = self.ir.gain(moments, one, self.ir.inv_std(one, None))
             d = self.gain_weight * gain + self.gain_offset
             c = c + d * self.shift
-        if in_rows and matrix is not None and x.shape[1] % matrix.shape[-1] == 0:
+        if _is_in_rows(x) and matrix is not None and x.shape[1] % matrix.shape[-1] == 0:
             return finish(_map_rows(x, matrix, d, c), act, residual)
         return finish(F.mix(x, matrix, d, c), act, residual)
 
@@ -106,10 +110,58 @@ class Finish(nn.Module):
 
 
 def _moments(x: Tensor) -> F.Moments:
+    if cpu.can_take(x):
+        return F.moments(x, None)
     pixels = x.shape[2] * x.shape[3]
     mean = x.mean((2, 3), dtype=F.statistics_dtype(x))
-    spread = torch.linalg.vector_norm(x - mean[:, :, None, None], dim=(2, 3))
+    centered = x - mean[:, :, None, None]
+    if _is_in_rows(x):  # where norms of vectors are slow
+        return F.Moments(mean, centered.square_().mean((2, 3)), None, pixels)
+    spread = torch.linalg.vector_norm(centered, dim=(2, 3))
     return F.Moments(mean, spread.square() / pixels, None, pixels)
+
+
+def _compilable(folded: FoldedCE2d, x: Tensor, residual: Tensor | None) -> cpu.FoldedLayer | None:
+    """The tensors of a layer that a compiled pass can do as a whole, without gradients."""
+    ir, matrix = folded.ir, folded.matrix
+    if torch.is_grad_enabled() or ir is None or matrix is None or ir.released:
+        return None
+    if not cpu.can_take(x, matrix.shape[-1]):
+        return None
+    if residual is not None and (residual.shape != x.shape or not cpu.can_take(residual)):
+        return None
+    if any(type(part) is not kind or is_hooked(part) for part, kind in ir.parts()):
+        return None
+    layer = cpu.FoldedLayer(
+        matrix,
+        *ir.gate,
+        inv_std=ir.running_inv_std,
+        share=folded.gain_weight,
+        offset=folded.gain_offset,
+        shift=folded.shift,
+        constant=folded.matrix_shift,
+    )
+    return layer if all(tensor.dtype is torch.float32 for tensor in layer) else None
+
+
+def _compiled(
+    folded: FoldedCE2d,
+    layer: cpu.FoldedLayer,
+    x: Tensor,
+    residual: Tensor | None,
+    act: nn.Module | None,
+) -> Tensor:
+    relu = type(act) is nn.ReLU and not is_hooked(act) and not hears_operators()
+    y = cpu.folded(
+        cpu.dense(x),
+        layer,
+        norm_eps=F.GATE_NORM_EPS,
+        largest=F.GATE_LARGEST,
+        residual=residual,
+        relu=relu,
+        in_place=folded.owns_input,
+    )
+    return y if relu else finish(y, act, None)
 
 
 def _is_in_rows(x: Tensor) -> bool:
@@ -123,13 +175,6 @@ def _is_in_rows(x: Tensor) -> bool:
     if torch.compiler.is_compiling() or is_tracing() or is_batched(x):
         return False
     return F.is_channels_last(x)
-
-
-def _moments_of_rows(x: Tensor) -> F.Moments:
-    """As `_moments`, in operations that are fast in channels_last."""
-    mean = x.mean((2, 3))
-    var = (x - mean[:, :, None, None]).square_().mean((2, 3))
-    return F.Moments(mean, var, None, x.shape[2] * x.shape[3])
 
 
 def _map_rows(x: Tensor, matrix: Tensor, d: Tensor | None, c: Tensor) -> Tensor:

@@ -142,30 +142,27 @@ class NormCE2d(nn.Module):
             return fused.run(x, norm, branches, act, residual, batch=ce_batch, ranks=ranks)
         # cast once: the two gradients of x are then added before they are rounded
         values = x.to(F.statistics_dtype(x))
-        measured = ce_batch and x.numel() > 0
-        offset = center = None
+        moments, images = None, F.Centered(values)
         if (norm_batch or ce_batch) and x.numel() > 0:
-            values, offset, center = F.centered(values)
-        elif torch.is_grad_enabled() and x.numel() > 0 and not (is_exporting() or is_tracing()):
-            # gradients of the parameters would lose digits where this mean is large
-            center = cast(Tensor, norm.running_mean).to(values.dtype, copy=True)
-            values = values - center[:, None, None]
-        pooled = measured and branches.bd is not None and branches.bd.pool > 1
-        sign = weight_sign(norm, values) if pooled else None
-        moments = ce.measure(values, batch=measured, offset=offset, sign=sign)
-        if norm_batch and moments is None and x.numel() > 0:
-            moments = F.moments(values, group_size=None, offset=offset)
+            pooled = ce_batch and branches.bd is not None and branches.bd.pool > 1
+            sign = weight_sign(norm, values) if pooled else None
+            moments, images = ce.measure(values, batch=ce_batch, sign=sign)
+        else:
+            if torch.is_grad_enabled() and x.numel() > 0 and not (is_exporting() or is_tracing()):
+                # gradients of the parameters would lose digits where this mean is large
+                mean = cast(Tensor, norm.running_mean).to(values.dtype, copy=True)
+                images = F.subtracted(values, mean)
+            if branches.ir is not None:
+                moments = F.moments(images.values, None)
         statistics = None
         if norm_batch or ce_batch:
-            statistics = ce.summarize(values, moments, center, norm=norm_batch)
-        scale, shift = affine(norm, values, statistics if norm_batch else None, center)
-        if offset is not None:
-            shift = shift + offset * scale
+            statistics = ce.summarize(values, moments, images.center, norm=norm_batch)
+        scale, shift = affine(norm, values, statistics if norm_batch else None, images.center)
+        if images.offset is not None:
+            shift = shift + images.offset * scale
         coefficients = ce.coefficients(moments, scale, shift, statistics if ce_batch else None)
-        if moments is not None and moments.values is not None:
-            values = moments.values
-        y = F.in_layout_of(x, F.mix(values, *coefficients).to(x.dtype))
-        return finish(y, act, residual)
+        y = F.mix(images.values, *coefficients, images.less)
+        return finish(F.in_layout_of(x, y.to(x.dtype)), act, residual)
 
     def __getattr__(self, name: str) -> Any:
         """A part by its name; of a norm's own attributes, the reason why there are none.

@@ -1,0 +1,668 @@
+// The passes over a feature map on a CPU, the twins of what `functional` does with pixels:
+//
+//     cenet_measure   mean, variance and second moments of every image     `functional.moments`
+//     cenet_map       y = P·(x − m) + d ⊙ (x − m) + c                       `functional.mix`
+//     cenet_gram      Σ g·(x − m)ᵀ and Σ g, the gradients of P, d and c
+//     cenet_folded    a folded layer: measure, gate, map                     `nn.folded`
+//
+// Letters as in `functional`: N images of C channels, G groups of K channels, L pixels. The last
+// group has the remainder of the channels. Everything is float32, and a group of one image is one
+// task of a thread, so results do not depend on the number of threads.
+//
+// A group goes through in tiles of pixels that fit the first-level cache. Two layouts:
+//
+//     Planes   contiguous: a channel of an image is L values in a row
+//     Rows     channels_last: a pixel is C values in a row; a group is one vector of it (K <= 16)
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16, WIDE = 4;  // floats in a register; registers beside each other in a block
+constexpr int ROWS = 16, TOGETHER = 8;  // of channels_last: rows of a block; pixels mapped at once
+#elif defined(__AVX__)
+constexpr int LANES = 8, WIDE = 2;
+constexpr int ROWS = 8, TOGETHER = 4;
+#else
+constexpr int LANES = 4, WIDE = 2;
+constexpr int ROWS = 8, TOGETHER = 4;
+#endif
+constexpr int TALL = 4;    // rows of a block of a product
+constexpr int TILE = 256;  // pixels that go through together
+constexpr int LINE = 2048;  // the same where channels do not meet
+constexpr int ROW = 16;    // channels of a group in channels_last
+constexpr int LARGEST = 64;  // channels of a group
+constexpr int64_t SMALL = 1 << 14;  // values of a map for which waking other threads takes longer
+
+typedef float Vector __attribute__((vector_size(4 * LANES)));
+
+// the channels of a group in one pixel, in as many registers as they take
+struct Row {
+  Vector part[ROW / LANES] = {};
+
+  Row& operator+=(const Row& other) {
+    for (int i = 0; i < ROW / LANES; ++i) part[i] += other.part[i];
+    return *this;
+  }
+};
+
+template <typename V>
+inline V load(const float* from) {
+  V v;
+  std::memcpy(static_cast<void*>(&v), from, sizeof(V));
+  return v;
+}
+
+template <typename V>
+inline void store(float* to, V v) {
+  std::memcpy(to, &v, sizeof(V));
+}
+
+inline Row load_row(const float* from, int size) {
+  Row row;
+  if (size == ROW) return load<Row>(from);
+  std::memcpy(static_cast<void*>(&row), from, 4 * size);
+  return row;
+}
+
+inline void store_row(float* to, const Row& row, int size) {
+  if (size == ROW) return store(to, row);
+  std::memcpy(to, &row, 4 * size);
+}
+
+inline Row operator-(Row a, const Row& b) {
+  for (int i = 0; i < ROW / LANES; ++i) a.part[i] -= b.part[i];
+  return a;
+}
+
+inline Row operator*(Row a, const Row& b) {
+  for (int i = 0; i < ROW / LANES; ++i) a.part[i] *= b.part[i];
+  return a;
+}
+
+inline Row operator*(float factor, Row a) {
+  for (int i = 0; i < ROW / LANES; ++i) a.part[i] *= factor;
+  return a;
+}
+
+inline Row positive(Row a) {
+  for (int i = 0; i < ROW / LANES; ++i) a.part[i] = a.part[i] < Vector{} ? Vector{} : a.part[i];
+  return a;
+}
+
+inline float sum(Vector v) {
+  float lanes[LANES];
+  store(lanes, v);
+  for (int half = LANES / 2; half > 0; half /= 2)
+    for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+  return lanes[0];
+}
+
+struct Shape {
+  int64_t images, channels, pixels, group;
+
+  int64_t groups() const { return (channels + group - 1) / group; }
+  int64_t tasks() const { return images * groups(); }
+  int64_t size() const { return images * channels * pixels; }
+};
+
+// One group of one image.
+struct Task {
+  int64_t image, group, first;  // first: its first channel
+  int size;                     // its channels
+
+  Task(const Shape& shape, int64_t number)
+      : image(number / shape.groups()),
+        group(number % shape.groups()),
+        first(group * shape.group),
+        size(static_cast<int>(std::min(shape.group, shape.channels - first))) {}
+};
+
+// Values (C,) of an image, from the first channel of a group on; zeros if there are none.
+inline void load_values(const Task& task, const float* values, int64_t stride, float* to) {
+  std::fill(to, to + LARGEST, 0.0f);
+  if (values != nullptr) std::memcpy(to, values + task.image * stride + task.first, 4 * task.size);
+}
+
+// Mean and second moments of a group of an image, tile by tile, merged by Chan's formula. Every tile
+// is centered by itself, so no digits are lost where the mean is large beside the deviation.
+struct Merged {
+  double mean[LARGEST] = {};
+  int64_t count = 0;
+  std::vector<float> between;  // (K, K), of the means of the tiles
+  int size;
+
+  explicit Merged(int size) : between(size * size), size(size) {}
+
+  // center + rest is the mean of the values in the tile; its moments are taken around center.
+  void add(const float* center, const float* rest, int64_t pixels, bool with_pairs) {
+    float distance[LARGEST];
+    const double whole = static_cast<double>(count + pixels);
+    const float weight = static_cast<float>(count * (pixels / whole));
+    for (int i = 0; i < size; ++i) {
+      const double apart = static_cast<double>(center[i]) + rest[i] - mean[i];
+      distance[i] = static_cast<float>(apart);
+      mean[i] += apart * (pixels / whole);
+    }
+    count += pixels;
+    for (int i = 0; i < size; ++i)
+      for (int j = with_pairs ? 0 : i; j < (with_pairs ? size : i + 1); ++j)
+        between[i * size + j] +=
+            weight * distance[i] * distance[j] - static_cast<float>(pixels) * rest[i] * rest[j];
+  }
+};
+
+// a tile of a group in contiguous layout: `size` rows of TILE values, zero behind the last pixel
+typedef float Planes[LARGEST][TILE];
+
+inline int padded(int size) { return (size + TALL - 1) / TALL * TALL; }
+
+inline int vectors(int pixels) { return (pixels + LANES - 1) / LANES; }
+
+// Copy `pixels` values of a channel, less the center, and fill up with zeros.
+inline void copy_plane(float* to, const float* from, float center, int pixels) {
+  int p = 0;
+  for (; p + LANES <= pixels; p += LANES) store(to + p, load<Vector>(from + p) - center);
+  for (; p < pixels; ++p) to[p] = from[p] - center;
+  std::fill(to + pixels, to + TILE, 0.0f);
+}
+
+inline void clear(Planes& tile, int size) {
+  for (int i = size; i < padded(size); ++i) std::fill(tile[i], tile[i] + TILE, 0.0f);
+}
+
+// totals[i][j] += Σ_p a[i][p]·b[j][p]; of a symmetric product only blocks with j >= i.
+inline void add_products(Vector* totals, const Planes& a, const Planes& b, int size, int steps,
+                         bool symmetric) {
+  const int rows = padded(size);
+  for (int i = 0; i < rows; i += TALL)
+    for (int j = symmetric ? i : 0; j < rows; j += WIDE) {
+      Vector block[TALL][WIDE] = {};
+      for (int step = 0; step < steps; ++step) {
+        Vector right[WIDE];
+        for (int w = 0; w < WIDE; ++w) right[w] = load<Vector>(b[j + w] + step * LANES);
+        for (int t = 0; t < TALL; ++t) {
+          const Vector left = load<Vector>(a[i + t] + step * LANES);
+          for (int w = 0; w < WIDE; ++w) block[t][w] += left * right[w];
+        }
+      }
+      for (int t = 0; t < TALL; ++t)
+        for (int w = 0; w < WIDE; ++w) totals[(i + t) * rows + j + w] += block[t][w];
+    }
+}
+
+struct Moments {
+  float *mean, *rest, *var, *inside;  // (N, C) three times, (N, G, K, K) or null
+};
+
+void finish_moments(const Shape& shape, const Task& task, const Merged& merged,
+                    const float* products, const Moments& out) {
+  const int64_t here = task.image * shape.channels + task.first;
+  const float share = 1.0f / shape.pixels;
+  for (int i = 0; i < task.size; ++i) {
+    const float mean = static_cast<float>(merged.mean[i]);
+    out.mean[here + i] = mean;
+    out.rest[here + i] = static_cast<float>(merged.mean[i] - mean);
+    out.var[here + i] = (products[i * task.size + i] + merged.between[i * task.size + i]) * share;
+  }
+  if (out.inside == nullptr) return;
+  const int64_t K = shape.group;
+  float* inside = out.inside + (task.image * shape.groups() + task.group) * K * K;
+  std::fill(inside, inside + K * K, 0.0f);
+  for (int i = 0; i < task.size; ++i)
+    for (int j = 0; j < task.size; ++j)
+      inside[i * K + j] =
+          (products[i * task.size + j] + merged.between[i * task.size + j]) * share;
+}
+
+// Σ of `size` values less `center`, and of their squares.
+inline void add_up(const float* from, float center, int size, float* total, float* squares) {
+  Vector sums[WIDE] = {}, products[WIDE] = {};
+  int p = 0;
+  for (; p + WIDE * LANES <= size; p += WIDE * LANES)
+    for (int w = 0; w < WIDE; ++w) {
+      const Vector v = load<Vector>(from + p + w * LANES) - center;
+      sums[w] += v;
+      products[w] += v * v;
+    }
+  for (int w = 1; w < WIDE; ++w) {
+    sums[0] += sums[w];
+    products[0] += products[w];
+  }
+  *total = sum(sums[0]);
+  *squares = sum(products[0]);
+  for (; p < size; ++p) {
+    const float v = from[p] - center;
+    *total += v;
+    *squares += v * v;
+  }
+}
+
+void measure_planes(const Shape& shape, const Task& task, const float* x, const Moments& out) {
+  alignas(64) Planes tile;
+  const bool pairs = out.inside != nullptr;
+  const int size = task.size, rows = padded(size);
+  std::vector<Vector> totals(pairs ? rows * rows : 0);
+  std::vector<float> products(size * size);
+  Merged merged(size);
+  x += (task.image * shape.channels + task.first) * shape.pixels;
+  clear(tile, size);
+  const int step = pairs ? TILE : LINE;
+  for (int64_t begin = 0; begin < shape.pixels; begin += step) {
+    const int pixels = static_cast<int>(std::min<int64_t>(step, shape.pixels - begin));
+    float center[LARGEST], rest[LARGEST];
+    for (int i = 0; i < size; ++i) {
+      const float* from = x + i * shape.pixels + begin;
+      float total, squares;
+      add_up(from, 0.0f, pixels, &total, &squares);
+      center[i] = total / pixels;
+      add_up(from, center[i], pixels, &total, &squares);
+      rest[i] = total / pixels;
+      if (pairs)
+        copy_plane(tile[i], from, center[i], pixels);
+      else
+        products[i * size + i] += squares;
+    }
+    if (pairs) add_products(totals.data(), tile, tile, size, vectors(pixels), true);
+    merged.add(center, rest, pixels, pairs);
+  }
+  for (int i = 0; i < size; ++i)
+    for (int j = i; pairs && j < size; ++j)
+      products[i * size + j] = products[j * size + i] = sum(totals[i * rows + j]);
+  finish_moments(shape, task, merged, products.data(), out);
+}
+
+// totals[i] += Σ_p a[p][i]·b[p]
+inline void add_outer_products(Row* totals, const float (*a)[ROW], const float (*b)[ROW],
+                               int pixels) {
+  for (int first = 0; first < ROW; first += ROWS)
+    for (int part = 0; part < ROW / LANES; ++part) {
+      Vector block[ROWS] = {};
+      for (int p = 0; p < pixels; ++p) {
+        const Vector right = load<Vector>(b[p] + part * LANES);
+        for (int i = 0; i < ROWS; ++i) block[i] += a[p][first + i] * right;
+      }
+      for (int i = 0; i < ROWS; ++i) totals[first + i].part[part] += block[i];
+    }
+}
+
+// Σ of the rows less `center`, and of their squares.
+inline void add_up_rows(const float* from, int64_t apart, int size, const Row& center, int pixels,
+                        Row* total, Row* squares) {
+  constexpr int CHAINS = 4;  // sums that do not wait for each other
+  Row sums[CHAINS], products[CHAINS];
+  int p = 0;
+  for (; p + CHAINS <= pixels; p += CHAINS)
+    for (int k = 0; k < CHAINS; ++k) {
+      const Row row = load_row(from + (p + k) * apart, size) - center;
+      sums[k] += row;
+      products[k] += row * row;
+    }
+  for (; p < pixels; ++p) {
+    const Row row = load_row(from + p * apart, size) - center;
+    sums[0] += row;
+    products[0] += row * row;
+  }
+  for (int k = 1; k < CHAINS; ++k) {
+    sums[0] += sums[k];
+    products[0] += products[k];
+  }
+  *total = sums[0];
+  *squares = products[0];
+}
+
+void measure_rows(const Shape& shape, const Task& task, const float* x, const Moments& out) {
+  alignas(64) float tile[TILE][ROW];
+  const bool pairs = out.inside != nullptr;
+  const int size = task.size;
+  Row totals[ROW] = {};
+  Merged merged(size);
+  x += task.image * shape.channels * shape.pixels + task.first;
+  for (int64_t begin = 0; begin < shape.pixels; begin += TILE) {
+    const int pixels = static_cast<int>(std::min<int64_t>(TILE, shape.pixels - begin));
+    const float* from = x + begin * shape.channels;
+    Row total, squares;
+    add_up_rows(from, shape.channels, size, Row(), pixels, &total, &squares);
+    const Row center = (1.0f / pixels) * total;
+    add_up_rows(from, shape.channels, size, center, pixels, &total, &squares);
+    const Row rest = (1.0f / pixels) * total;
+    if (pairs) {
+      for (int p = 0; p < pixels; ++p)
+        store(tile[p], load_row(from + p * shape.channels, size) - center);
+      add_outer_products(totals, tile, tile, pixels);
+    } else {
+      totals[0] += squares;
+    }
+    float at[LARGEST] = {}, off[LARGEST] = {};
+    store(at, center);
+    store(off, rest);
+    merged.add(at, off, pixels, pairs);
+  }
+  float products[ROW * ROW] = {}, sums[ROW][ROW];
+  for (int i = 0; i < ROW; ++i) store(sums[i], totals[i]);
+  for (int i = 0; i < size; ++i) {
+    if (!pairs) products[i * size + i] = sums[0][i];
+    for (int j = 0; pairs && j < size; ++j) products[i * size + j] = sums[i][j];
+  }
+  finish_moments(shape, task, merged, products, out);
+}
+
+struct Map {
+  const float *less, *matrix, *diagonal, *constant, *residual;
+  int64_t less_stride, diagonal_stride, constant_stride;  // from image to image
+  bool transposed, relu, accumulate;
+
+  // P + Diag(d) of a group of an image, (K, K) with rows of LARGEST
+  void load_operator(const Shape& shape, const Task& task, float (*to)[LARGEST]) const {
+    const int64_t K = shape.group;
+    const float* own = matrix + task.group * K * K;
+    for (int i = 0; i < padded(task.size); ++i)
+      for (int j = 0; j < task.size; ++j)
+        to[i][j] = i >= task.size ? 0 : transposed ? own[j * K + i] : own[i * K + j];
+    if (diagonal == nullptr) return;
+    const float* d = diagonal + task.image * diagonal_stride + task.first;
+    for (int i = 0; i < task.size; ++i) to[i][i] += d[i];
+  }
+};
+
+// y = value + residual, activated; or y += value. Of a vector, `size` values.
+inline void finish_map(const Map& map, Vector value, int64_t at, int size, float* y) {
+  if (size < LANES) {
+    float lanes[LANES];
+    store(lanes, value);
+    for (int lane = 0; lane < size; ++lane) {
+      float v = lanes[lane];
+      if (map.accumulate) v += y[at + lane];
+      if (map.residual != nullptr) v += map.residual[at + lane];
+      y[at + lane] = map.relu && v < 0 ? 0 : v;
+    }
+    return;
+  }
+  if (map.accumulate) value += load<Vector>(y + at);
+  if (map.residual != nullptr) value += load<Vector>(map.residual + at);
+  if (map.relu) value = value < Vector{} ? Vector{} : value;
+  store(y + at, value);
+}
+
+void map_planes(const Shape& shape, const Task& task, const float* x, const Map& map, float* y) {
+  alignas(64) Planes tile;
+  float matrix[LARGEST][LARGEST], less[LARGEST], constant[LARGEST];
+  map.load_operator(shape, task, matrix);
+  load_values(task, map.less, map.less_stride, less);
+  load_values(task, map.constant, map.constant_stride, constant);
+  const bool plain = !map.accumulate && !map.relu && map.residual == nullptr;
+  const int64_t start = (task.image * shape.channels + task.first) * shape.pixels;
+  for (int64_t begin = 0; begin < shape.pixels; begin += TILE) {
+    const int pixels = static_cast<int>(std::min<int64_t>(TILE, shape.pixels - begin));
+    const int64_t here = start + begin;
+    for (int j = 0; j < task.size; ++j)
+      copy_plane(tile[j], x + here + j * shape.pixels, less[j], pixels);
+    for (int i = 0; i < task.size; i += TALL)
+      for (int v = 0; v < vectors(pixels); v += WIDE) {
+        Vector block[TALL][WIDE];
+        for (int t = 0; t < TALL; ++t)
+          for (int w = 0; w < WIDE; ++w) block[t][w] = Vector{} + constant[i + t];
+        for (int j = 0; j < task.size; ++j) {
+          Vector right[WIDE];
+          for (int w = 0; w < WIDE; ++w) right[w] = load<Vector>(tile[j] + (v + w) * LANES);
+          for (int t = 0; t < TALL; ++t)
+            for (int w = 0; w < WIDE; ++w) block[t][w] += matrix[i + t][j] * right[w];
+        }
+        const int64_t at = here + i * shape.pixels + v * LANES;
+        if (plain && i + TALL <= task.size && (v + WIDE) * LANES <= pixels) {
+          for (int t = 0; t < TALL; ++t)
+            for (int w = 0; w < WIDE; ++w) store(y + at + t * shape.pixels + w * LANES, block[t][w]);
+          continue;
+        }
+        for (int t = 0; t < std::min(TALL, task.size - i); ++t)
+          for (int w = 0; w < WIDE; ++w) {
+            const int size = std::min(LANES, pixels - (v + w) * LANES);
+            finish_map(map, block[t][w], at + t * shape.pixels + w * LANES, size, y);
+          }
+      }
+  }
+}
+
+void map_rows(const Shape& shape, const Task& task, const float* x, const Map& map, float* y) {
+  float matrix[LARGEST][LARGEST], less[LARGEST], constant[LARGEST];
+  map.load_operator(shape, task, matrix);
+  load_values(task, map.less, map.less_stride, less);
+  load_values(task, map.constant, map.constant_stride, constant);
+  float transposed[ROW][ROW] = {};
+  for (int i = 0; i < task.size; ++i)
+    for (int j = 0; j < task.size; ++j) transposed[j][i] = matrix[i][j];
+  Row columns[ROW];
+  for (int j = 0; j < ROW; ++j) columns[j] = load<Row>(transposed[j]);
+  const Row minus = load<Row>(less), plus = load<Row>(constant);
+  const int64_t start = task.image * shape.channels * shape.pixels + task.first;
+  alignas(64) float rows[TOGETHER][ROW] = {};
+  for (int64_t begin = 0; begin < shape.pixels; begin += TOGETHER) {
+    const int pixels = static_cast<int>(std::min<int64_t>(TOGETHER, shape.pixels - begin));
+    for (int p = 0; p < pixels; ++p)
+      store(rows[p], load_row(x + start + (begin + p) * shape.channels, task.size) - minus);
+    Row block[TOGETHER];
+    for (int p = 0; p < TOGETHER; ++p) block[p] = plus;
+    for (int j = 0; j < ROW; ++j)
+      for (int p = 0; p < TOGETHER; ++p) block[p] += rows[p][j] * columns[j];
+    for (int p = 0; p < pixels; ++p) {
+      const int64_t at = start + (begin + p) * shape.channels;
+      Row value = block[p];
+      if (map.accumulate) value += load_row(y + at, task.size);
+      if (map.residual != nullptr) value += load_row(map.residual + at, task.size);
+      if (map.relu) value = positive(value);
+      store_row(y + at, value, task.size);
+    }
+  }
+}
+
+struct Gram {
+  float *products, *sums;  // (N, G, K, K), (N, C)
+};
+
+void gram_planes(const Shape& shape, const Task& task, const float* g, const float* x,
+                 const float* less, int64_t less_stride, const Gram& out) {
+  alignas(64) Planes left, right;
+  const int size = task.size, rows = padded(size);
+  const int64_t K = shape.group;
+  std::vector<Vector> totals(rows * rows);
+  Vector sums[LARGEST] = {};
+  float minus[LARGEST];
+  load_values(task, less, less_stride, minus);
+  const int64_t start = (task.image * shape.channels + task.first) * shape.pixels;
+  clear(left, size);
+  clear(right, size);
+  for (int64_t begin = 0; begin < shape.pixels; begin += TILE) {
+    const int pixels = static_cast<int>(std::min<int64_t>(TILE, shape.pixels - begin));
+    for (int i = 0; i < size; ++i) {
+      const int64_t at = start + i * shape.pixels + begin;
+      copy_plane(left[i], g + at, 0.0f, pixels);
+      copy_plane(right[i], x + at, minus[i], pixels);
+      Vector total = {};
+      for (int step = 0; step < vectors(pixels); ++step)
+        total += load<Vector>(left[i] + step * LANES);
+      sums[i] += total;
+    }
+    add_products(totals.data(), left, right, size, vectors(pixels), false);
+  }
+  float* products = out.products + (task.image * shape.groups() + task.group) * K * K;
+  std::fill(products, products + K * K, 0.0f);
+  for (int i = 0; i < size; ++i) {
+    out.sums[task.image * shape.channels + task.first + i] = sum(sums[i]);
+    for (int j = 0; j < size; ++j) products[i * K + j] = sum(totals[i * rows + j]);
+  }
+}
+
+void gram_rows(const Shape& shape, const Task& task, const float* g, const float* x,
+               const float* less, int64_t less_stride, const Gram& out) {
+  const int size = task.size;
+  const int64_t K = shape.group;
+  float values[LARGEST];
+  load_values(task, less, less_stride, values);
+  const Row minus = load<Row>(values);
+  const int64_t start = task.image * shape.channels * shape.pixels + task.first;
+  alignas(64) float left[TILE][ROW], right[TILE][ROW];
+  Row totals[ROW] = {}, sums = {};
+  for (int64_t begin = 0; begin < shape.pixels; begin += TILE) {
+    const int pixels = static_cast<int>(std::min<int64_t>(TILE, shape.pixels - begin));
+    Row total = {};
+    for (int p = 0; p < pixels; ++p) {
+      const int64_t at = start + (begin + p) * shape.channels;
+      const Row row = load_row(g + at, size);
+      total += row;
+      store(left[p], row);
+      store(right[p], load_row(x + at, size) - minus);
+    }
+    add_outer_products(totals, left, right, pixels);
+    sums += total;
+  }
+  float* products = out.products + (task.image * shape.groups() + task.group) * K * K;
+  std::fill(products, products + K * K, 0.0f);
+  for (int i = 0; i < size; ++i) store_row(products + i * K, totals[i], size);
+  store_row(out.sums + task.image * shape.channels + task.first, sums, size);
+}
+
+// The gate of instance reweighting in deployment, `functional.instance_gate`, for one image.
+struct Gate {
+  const float *w1, *norm_weight, *norm_bias, *w2;  // (H, C), (H,), (H,), (C, H)
+  const float *inv_std, *share, *offset;           // (); d = share · gain + offset
+  const float *shift, *constant;                   // (C,); c = constant + d ⊙ shift
+  int64_t hidden;
+  float norm_eps, largest;
+};
+
+inline float dot(const float* a, const float* b, int64_t size) {
+  Vector sums[4] = {};
+  int64_t i = 0;
+  for (; i + 4 * LANES <= size; i += 4 * LANES)
+    for (int k = 0; k < 4; ++k)
+      sums[k] += load<Vector>(a + i + k * LANES) * load<Vector>(b + i + k * LANES);
+  float total = sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  for (; i < size; ++i) total += a[i] * b[i];
+  return total;
+}
+
+// The gate's input: the variance over s, scaled down where its square would overflow.
+void gate_input(const Gate& gate, const float* var, int64_t channels, float* input) {
+  const float most = std::numeric_limits<float>::max();
+  const float inv = *gate.inv_std * *gate.inv_std;
+  float largest = 0;
+  for (int64_t i = 0; i < channels; ++i) {
+    input[i] = var[i] * inv > most ? most : var[i] * inv;
+    if (!(input[i] <= largest)) largest = input[i];  // NaN, too
+  }
+  const float factor = largest / gate.largest;
+  if (factor > 1)
+    for (int64_t i = 0; i < channels; ++i) input[i] /= factor;
+}
+
+// relu(LN(hidden)), in place
+void gate_norm(const Gate& gate, float* hidden) {
+  double mean = 0, square = 0;
+  for (int64_t i = 0; i < gate.hidden; ++i) mean += hidden[i];
+  mean /= gate.hidden;
+  for (int64_t i = 0; i < gate.hidden; ++i) square += (hidden[i] - mean) * (hidden[i] - mean);
+  const double rstd = 1 / std::sqrt(square / gate.hidden + gate.norm_eps);
+  for (int64_t i = 0; i < gate.hidden; ++i) {
+    const float normal = static_cast<float>((hidden[i] - mean) * rstd);
+    const float value = normal * gate.norm_weight[i] + gate.norm_bias[i];
+    hidden[i] = value < 0 ? 0 : value;
+  }
+}
+
+template <typename Each>
+void for_each_task(const Shape& shape, int threads, const Each& each) {
+  const int64_t tasks = shape.tasks();
+#pragma omp parallel for num_threads(threads) if (shape.size() > SMALL)
+  for (int64_t number = 0; number < tasks; ++number) each(Task(shape, number));
+}
+
+}  // namespace
+
+extern "C" {
+
+// inside may be null
+void cenet_measure(int64_t images, int64_t channels, int64_t pixels, int64_t group, int rows,
+                   int threads, const float* x, float* mean, float* rest, float* var,
+                   float* inside) {
+  const Shape shape{images, channels, pixels, group};
+  const Moments out{mean, rest, var, inside};
+  const auto measure = rows ? measure_rows : measure_planes;
+  for_each_task(shape, threads, [&](const Task& task) { measure(shape, task, x, out); });
+}
+
+// less, diagonal, constant and residual may be null; a stride of 0 is for values that all images share
+void cenet_map(int64_t images, int64_t channels, int64_t pixels, int64_t group, int rows,
+               int threads, const float* x, const float* less, int64_t less_stride,
+               const float* matrix, int transposed, const float* diagonal, int64_t diagonal_stride,
+               const float* constant, int64_t constant_stride, const float* residual, int relu,
+               int accumulate, float* y) {
+  const Shape shape{images, channels, pixels, group};
+  const Map map{less,            matrix,          diagonal,        constant,     residual,
+                less_stride,     diagonal_stride, constant_stride, transposed != 0,
+                relu != 0,       accumulate != 0};
+  const auto apply = rows ? map_rows : map_planes;
+  for_each_task(shape, threads, [&](const Task& task) { apply(shape, task, x, map, y); });
+}
+
+// One image after the other is measured, gated and mapped, while it is in the cache. The small
+// arrays in `scratch` are of one image: 6 · C + H values.
+void cenet_folded(int64_t images, int64_t channels, int64_t pixels, int64_t group, int rows,
+                  int threads, const float* x, const float* matrix, const float* w1,
+                  const float* norm_weight, const float* norm_bias, const float* w2,
+                  int64_t hidden_size, float norm_eps, float largest, const float* inv_std,
+                  const float* share, const float* offset, const float* shift,
+                  const float* constant, const float* residual, int relu, float* scratch,
+                  float* y) {
+  const Gate gate{w1,    norm_weight, norm_bias, w2,          inv_std,  share,
+                  offset, shift,      constant,  hidden_size, norm_eps, largest};
+  const Shape one{1, channels, pixels, group}, all{images, channels, pixels, group};
+  const auto measure = rows ? measure_rows : measure_planes;
+  const auto apply = rows ? map_rows : map_planes;
+  // a group of 16 channels is measured at a time, whatever the groups of the matrix
+  const Shape measured{1, channels, pixels, rows ? ROW : group};
+  float *mean = scratch, *rest = mean + channels, *var = rest + channels, *input = var + channels;
+  float *d = input + channels, *c = d + channels, *hidden = c + channels;
+  const Moments moments{mean, rest, var, nullptr};
+#pragma omp parallel num_threads(threads) if (all.size() > SMALL)
+  for (int64_t image = 0; image < images; ++image) {
+    const int64_t start = image * channels * pixels;
+    const Map map{nullptr, matrix, d, c, residual == nullptr ? nullptr : residual + start,
+                  0,       0,      0, false, relu != 0, false};
+#pragma omp for
+    for (int64_t task = 0; task < measured.tasks(); ++task)
+      measure(measured, Task(measured, task), x + start, moments);
+#pragma omp single
+    gate_input(gate, var, channels, input);
+#pragma omp for
+    for (int64_t i = 0; i < hidden_size; ++i) hidden[i] = dot(w1 + i * channels, input, channels);
+#pragma omp single
+    gate_norm(gate, hidden);
+#pragma omp for
+    for (int64_t i = 0; i < channels; ++i) {
+      const float value = dot(w2 + i * hidden_size, hidden, hidden_size);
+      d[i] = *share * *inv_std / (1 + std::exp(-value)) + *offset;
+      c[i] = constant[i] + d[i] * shift[i];
+    }
+#pragma omp for
+    for (int64_t task = 0; task < one.tasks(); ++task)
+      apply(one, Task(one, task), x + start, map, y + start);
+  }
+}
+
+void cenet_gram(int64_t images, int64_t channels, int64_t pixels, int64_t group, int rows,
+                int threads, const float* g, const float* x, const float* less,
+                int64_t less_stride, float* products, float* sums) {
+  const Shape shape{images, channels, pixels, group};
+  const Gram out{products, sums};
+  const auto multiply = rows ? gram_rows : gram_planes;
+  for_each_task(shape, threads, [&](const Task& task) {
+    multiply(shape, task, g, x, less, less_stride, out);
+  });
+}
+}

@@ -1,0 +1,294 @@
+"""The passes over a feature map on a CPU, compiled from cpu.cpp: what PyTorch takes several for.
+
+`functional` calls them for float32 tensors where `can_take` allows it, and does the same in plain
+PyTorch elsewhere. They are compiled when they are first needed, with the C++ compiler that
+torch.compile uses, too; that takes two seconds and is kept in the user's cache. Without a compiler,
+on another system than Linux, or inside `cenet.ops.backend("torch")`, nothing is compiled or called.
+
+    measure     mean, variance and second moments of every image
+    apply       y = P·(x − m) + d_n ⊙ (x − m) + c_n, with the residual and ReLU behind it
+    gram        Σ g·(x − m)ᵀ and Σ g: gradients of P, d and c
+    folded      a whole layer in deployment: measure, gate, apply
+
+Tensors are contiguous or channels_last, and results keep the layout. They are the same for every
+number of threads.
+"""
+
+import ctypes
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+from cenet.internals import increment_version, intercepts_operators
+
+# whether the passes may be used at all; `cenet.ops.backend` sets it
+enabled = True
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+# channels of a group: the size of buffers in cpu.cpp, and its one vector of channels_last
+LARGEST_GROUP, LARGEST_GROUP_OF_ROWS = 64, 16
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp")
+# of the instructions that torch uses itself
+INSTRUCTIONS = {
+    "AVX512": ("-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mfma"),
+    "AVX2": ("-mavx2", "-mfma"),
+}
+SECONDS = 120  # that the compiler may take
+
+
+class Library(NamedTuple):
+    """The compiled passes, or the reason why there are none."""
+
+    functions: Any
+    missing: str | None
+
+
+@cache
+def library() -> Library:
+    """The passes, compiled now unless they are in the cache."""
+    try:
+        return Library(ctypes.CDLL(str(_compiled())), None)
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        return Library(None, str(error))
+
+
+def _compiled() -> Path:
+    """File with the compiled passes; RuntimeError with the reason if it cannot be made."""
+    if sys.platform != "linux":
+        raise RuntimeError(f"they are compiled on Linux only, not on {sys.platform}")
+    wanted = os.environ.get("CXX", "c++")
+    compiler = shutil.which(wanted)
+    if compiler is None:
+        raise RuntimeError(f"there is no C++ compiler {wanted}; install g++, or set CXX")
+    # the threads of torch itself, so that two pools do not wait for each other
+    loaded = re.findall(r"/\S+/lib(?:gomp|iomp5|omp)\S*", Path("/proc/self/maps").read_text())
+    if not loaded:
+        raise RuntimeError("torch has loaded no OpenMP library")
+    flags = [*FLAGS, *INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ())]
+    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=SECONDS)
+    used = [SOURCE.read_bytes(), version.stdout, *(flag.encode() for flag in (*flags, loaded[0]))]
+    name = f"passes-{hashlib.sha256(b'|'.join(used)).hexdigest()[:16]}.so"
+    folder = _cache()
+    if (folder / name).exists():
+        return folder / name
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        built = Path(own) / name
+        # compiled and linked apart, because -fopenmp would link the compiler's OpenMP library
+        steps = (
+            [*flags, "-c", str(SOURCE), "-o", f"{built}.o"],
+            ["-shared", f"{built}.o", loaded[0], "-o", str(built)],
+        )
+        for step in steps:
+            run = subprocess.run([compiler, *step], capture_output=True, text=True, timeout=SECONDS)
+            if run.returncode != 0:
+                told = [line for line in run.stderr.splitlines() if "error" in line]
+                reason = (told or ["it says no more"])[0]
+                raise RuntimeError(f"{compiler} ends with {run.returncode}: {reason}")
+        built.replace(folder / name)
+    return folder / name
+
+
+def _cache() -> Path:
+    """Folder for compiled passes: in the user's cache, or temporary where that is read-only."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(home) / "cenet"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="cenet-"))
+    return folder if os.access(folder, os.W_OK) else Path(tempfile.mkdtemp(prefix="cenet-"))
+
+
+def can_take(x: Tensor, group_size: int = 1) -> bool:
+    """Whether the passes can take x, or `functional` has to do without them.
+
+    They cannot be traced or transformed, and know neither subclasses of Tensor nor forward
+    gradients.
+    """
+    if intercepts_operators() or not enabled:
+        return False
+    kind = type(x)
+    if kind is not Tensor and kind is not Parameter:
+        return False
+    if x.device.type != "cpu" or x.dtype is not torch.float32 or x.layout is not torch.strided:
+        return False
+    if x.dim() != 4 or x.numel() == 0:
+        return False
+    if forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
+        return False
+    largest = LARGEST_GROUP_OF_ROWS if _is_in_rows(x) else LARGEST_GROUP
+    return group_size <= largest and library().missing is None
+
+
+def dense(x: Tensor) -> Tensor:
+    """x in a layout that the passes take; a copy only of a view with gaps."""
+    return x if x.is_contiguous() or _is_in_rows(x) else x.contiguous()
+
+
+def measure(x: Tensor, group_size: int | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Measure every image of x (N, C, H, W).
+
+    Returns:
+        Its mean as float32 has it, and what that leaves of the mean, both (N, C); the variance,
+        (N, C); and the second moments of the groups (N, G, K, K), unless `group_size` is None.
+    """
+    n, channels = x.shape[:2]
+    mean, rest, var = (x.new_empty(n, channels) for _ in range(3))
+    products = None if group_size is None else _products(x, group_size)
+    size = LARGEST_GROUP_OF_ROWS if group_size is None else group_size
+    given = map(_pointer, (x, mean, rest, var, products))
+    library().functions.cenet_measure(*_shape(x, size), *given)
+    return mean, rest, var, products
+
+
+def apply(
+    x: Tensor,
+    P: Tensor | None,
+    d: Tensor | None,
+    c: Tensor | None,
+    *,
+    less: Tensor | None = None,
+    transposed: bool = False,
+    residual: Tensor | None = None,
+    relu: bool = False,
+    onto: Tensor | None = None,
+) -> Tensor:
+    """relu(P·(x − less) + d ⊙ (x − less) + c + residual), or added to `onto` in place.
+
+    Args:
+        x: images, (N, C, H, W).
+        P: matrices of the groups, (G, K, K); None for zeros.
+        d, c, less: (N, C), or (1, C) for all images; None for zeros.
+        transposed: take Pᵀ instead of P.
+        residual: of the shape of x.
+        relu: whether ReLU comes last.
+        onto: tensor in the layout of x that gets the result added, instead of a new one.
+    """
+    y = torch.empty_like(x) if onto is None else onto
+    residual = None if residual is None else _like(residual, x)
+    if P is None:
+        size = LARGEST_GROUP_OF_ROWS
+        P = x.new_zeros(-(-x.shape[1] // size), size, size)
+    P = P.contiguous()
+    (d, d_step), (c, c_step), (less, less_step) = map(_values, (d, c, less))
+    library().functions.cenet_map(
+        *_shape(x, P.shape[-1]),
+        *(_pointer(x), _pointer(less), less_step),
+        *(_pointer(P), ctypes.c_int(transposed), _pointer(d), d_step, _pointer(c), c_step),
+        *(_pointer(residual), ctypes.c_int(relu), ctypes.c_int(onto is not None), _pointer(y)),
+    )
+    return y
+
+
+def gram(g: Tensor, x: Tensor, less: Tensor | None, group_size: int) -> tuple[Tensor, Tensor]:
+    """Sums over the pixels of every image: g·(x − less)ᵀ, (N, G, K, K), and g, (N, C)."""
+    products, sums = _products(x, group_size), x.new_empty(x.shape[:2])
+    g = _like(g, x)
+    less, step = _values(less)
+    given = (_pointer(g), _pointer(x), _pointer(less), step, _pointer(products), _pointer(sums))
+    library().functions.cenet_gram(*_shape(x, group_size), *given)
+    return products, sums
+
+
+class FoldedLayer(NamedTuple):
+    """The tensors of a `FoldedCE2d` in float32: d = share · gate · inv_std + offset."""
+
+    matrix: Tensor  # (G, K, K)
+    w1: Tensor  # (H, C)
+    norm_weight: Tensor  # (H,)
+    norm_bias: Tensor  # (H,)
+    w2: Tensor  # (C, H)
+    inv_std: Tensor  # ()
+    share: Tensor  # ()
+    offset: Tensor  # ()
+    shift: Tensor  # (C,), added to x
+    constant: Tensor  # (C,), the matrix times shift
+
+
+def folded(
+    x: Tensor,
+    layer: FoldedLayer,
+    *,
+    norm_eps: float,
+    largest: float,
+    residual: Tensor | None = None,
+    relu: bool = False,
+    in_place: bool = False,
+) -> Tensor:
+    """relu((matrix + Diag(d_n))·(x + shift) + residual), image by image.
+
+    Args:
+        x: images, (N, C, H, W).
+        layer: the tensors of the layer.
+        norm_eps: of the LayerNorm in the gate.
+        largest: input of the gate from which it is scaled down.
+        residual: of the shape of x.
+        relu: whether ReLU comes last.
+        in_place: the result takes the place of x, which saves the time to get new memory.
+    """
+    layer = FoldedLayer._make(tensor.contiguous() for tensor in layer)
+    residual = None if residual is None else _like(residual, x)
+    if in_place:
+        y = x
+        if not x.is_inference():
+            increment_version((x,))
+    else:
+        y = torch.empty_like(x)
+    hidden = len(layer.w1)
+    scratch = x.new_empty(6 * x.shape[1] + hidden)
+    matrix, w1, norm_weight, norm_bias, w2, *values = map(_pointer, layer)
+    library().functions.cenet_folded(
+        *_shape(x, layer.matrix.shape[-1]),
+        *(_pointer(x), matrix, w1, norm_weight, norm_bias, w2),
+        *(ctypes.c_int64(hidden), ctypes.c_float(norm_eps), ctypes.c_float(largest)),
+        *values,
+        *(_pointer(residual), ctypes.c_int(relu), _pointer(scratch), _pointer(y)),
+    )
+    return y
+
+
+def _is_in_rows(x: Tensor) -> bool:
+    return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+
+
+def _like(y: Tensor, x: Tensor) -> Tensor:
+    """y in the layout of x."""
+    layout = torch.channels_last if _is_in_rows(x) else torch.contiguous_format
+    return y.contiguous(memory_format=layout)
+
+
+def _products(x: Tensor, group_size: int) -> Tensor:
+    n, channels = x.shape[:2]
+    return x.new_empty(n, -(-channels // group_size), group_size, group_size)
+
+
+def _values(values: Tensor | None) -> tuple[Tensor | None, ctypes.c_int64]:
+    """Values of channels, and how far apart those of two images are."""
+    if values is None:
+        return None, ctypes.c_int64(0)
+    values = values.contiguous()
+    return values, ctypes.c_int64(0 if len(values) == 1 else values.shape[1])
+
+
+def _shape(x: Tensor, group_size: int) -> tuple[Any, ...]:
+    """The arguments with which every pass begins."""
+    n, channels, height, width = x.shape
+    sizes = (n, channels, height * width, group_size)
+    flags = (int(_is_in_rows(x)), torch.get_num_threads())
+    return (*map(ctypes.c_int64, sizes), *map(ctypes.c_int, flags))
+
+
+def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())

@@ -1,0 +1,555 @@
+"""The compiled passes on a CPU against float64, and plain PyTorch wherever they cannot be used."""
+
+import copy
+import os
+import stat
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from _checks import assert_close
+from cenet import BatchDecorrelation2d, ChannelEquilibrium2d, NormCE2d, cpu, fold_ce, ops
+from cenet import functional as F
+from cenet.analysis.activations import ActivationObserver
+
+LAYOUTS = (torch.contiguous_format, torch.channels_last)
+# more pixels than go through at once, a remainder of them, ragged groups, single values
+SHAPES = [
+    ((2, 40, 17, 31), 16),
+    ((3, 16, 8, 8), 16),
+    ((2, 6, 1, 5), 6),
+    ((2, 23, 3, 3), 7),
+    ((1, 1, 1, 2), 1),
+    ((4, 17, 1, 1), 16),
+    ((1, 70, 18, 15), 64),
+]
+
+
+def images(shape, layout=torch.contiguous_format, offset=0.0, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) + offset).contiguous(memory_format=layout)
+
+
+def groups_of(x, size):
+    """(N, C, H, W) -> (N, G, K, L) in float64."""
+    return F.grouped(x.double().flatten(2).transpose(1, 2), size).permute(0, 2, 3, 1)
+
+
+@pytest.fixture
+def fresh():
+    """Passes are looked for again, in this test and after it."""
+    cpu.library.cache_clear()
+    yield
+    cpu.library.cache_clear()
+
+
+def test_this_machine_has_the_passes():
+    """Without them, every test of this file would test plain PyTorch."""
+    assert cpu.library().missing is None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("offset", [0, 1000])
+@pytest.mark.parametrize(("shape", "size"), SHAPES, ids=str)
+def test_measuring(shape, size, offset, layout):
+    if size > 16 and layout == torch.channels_last:
+        assert not cpu.can_take(images(shape, layout), size)
+        return
+    x = images(shape, layout, offset)
+    exact = x.double()
+    mean = exact.mean((2, 3))
+    values = groups_of(exact - mean[:, :, None, None], size)
+    for given in (size, None):
+        less, rest, var, inside = cpu.measure(x, given)
+        assert (less.double() + rest.double() - mean).abs().max() <= 1e-7 * (1 + 1e-3 * offset)
+        assert_close("var", var, exact.var((2, 3), correction=0), 2e-6)
+        if given is not None:
+            assert_close("inside", inside, values @ values.mT / values.shape[-1], 2e-6)
+        else:
+            assert inside is None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize(("shape", "size"), SHAPES, ids=str)
+def test_mapping(shape, size, layout):
+    if size > 16 and layout == torch.channels_last:
+        return
+    n, channels = shape[:2]
+    x, residual = images(shape, layout, 100), images(shape, seed=1)  # of another layout
+    P = images((F.num_groups(channels, size), size, size), seed=2)
+    d, c = images((n, channels), seed=3), images((n, channels), seed=4)
+    for less in (x.mean((2, 3)), x.mean((0, 2, 3))[None], None):
+        for d_, c_ in ((d, c), (d[:1], c[:1]), (None, c), (d, None)):
+            for relu, add, transposed in ((0, 0, 0), (1, 1, 0), (0, 1, 1), (1, 0, 1)):
+                values = x.double() - (0 if less is None else less.double()[:, :, None, None])
+                matrix = P.mT.double() if transposed else P.double()
+                expected = (matrix @ groups_of(values, size)).flatten(1, 2)[:, :channels]
+                expected = expected.reshape(shape)
+                if d_ is not None:
+                    expected = expected + d_.double()[:, :, None, None] * values
+                if c_ is not None:
+                    expected = expected + c_.double()[:, :, None, None]
+                before = expected
+                if add:
+                    expected = expected + residual.double()
+                if relu:
+                    expected = expected.relu()
+                options = {"less": less, "transposed": bool(transposed), "relu": bool(relu)}
+                y = cpu.apply(x, P, d_, c_, residual=residual if add else None, **options)
+                assert y.stride() == x.stride()
+                assert_close("y", y, expected, 1e-6)
+            onto = residual.contiguous(memory_format=layout).clone(
+                memory_format=torch.preserve_format
+            )
+            y = cpu.apply(x, P, d_, c_, less=less, transposed=True, onto=onto)
+            assert y is onto
+            assert_close("onto", y, before + residual.double(), 1e-6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize(("shape", "size"), SHAPES, ids=str)
+def test_products_of_gradients(shape, size, layout):
+    if size > 16 and layout == torch.channels_last:
+        return
+    x, g = images(shape, layout, 100), images(shape, seed=1)
+    for less in (x.mean((2, 3)), None):
+        values = x.double() - (0 if less is None else less.double()[:, :, None, None])
+        products, sums = cpu.gram(g, x, less, size)
+        expected = groups_of(g, size) @ groups_of(values, size).mT
+        assert_close("products", products, expected, 2e-6)
+        assert_close("sums", sums, g.double().sum((2, 3)), 2e-6)
+
+
+def test_relu_keeps_what_is_not_a_number():
+    for layout in LAYOUTS:
+        x = images((2, 16, 3, 5), layout)
+        x[0, 3, 1, 2] = torch.nan
+        y = cpu.apply(x, torch.eye(16)[None], None, None, relu=True)
+        assert y[0, 3, 1, 2].isnan()
+
+
+def outcome(block, x, upstream):
+    x = x.clone(memory_format=torch.preserve_format).requires_grad_()
+    y = block(x)
+    y.backward(upstream)
+    return [y, x.grad, *(p.grad for p in block.parameters()), *block.buffers()]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["contiguous", "channels_last"])
+def test_results_do_not_depend_on_the_number_of_threads(layout, one_thread):
+    x, upstream = images((5, 40, 30, 20), layout), images((5, 40, 30, 20), seed=1)
+    block = NormCE2d(nn.BatchNorm2d(40), ChannelEquilibrium2d(40))
+    # the small algebra of torch may depend on them
+    P, less = images((3, 16, 16)), x.mean((2, 3))
+    folded, found = folded_network(40)[1], []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        found.append([*cpu.measure(x, 16), cpu.apply(x, P, less, less), *cpu.gram(x, x, less, 16)])
+        with torch.no_grad():
+            found[-1].append(folded(x.clone(memory_format=torch.preserve_format)))
+        outcome(copy.deepcopy(block), x, upstream)
+    for others in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
+
+
+class Count(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def never(*_, **__):
+    raise AssertionError("a compiled pass was called")
+
+
+@pytest.fixture
+def no_passes(monkeypatch):
+    """A test in which a compiled pass must not be called."""
+    for name in ("measure", "apply", "gram"):
+        monkeypatch.setattr(cpu, name, never)
+
+
+def test_a_layer_uses_them(no_passes):
+    for layer in (ChannelEquilibrium2d(16), BatchDecorrelation2d(16)):
+        with pytest.raises(AssertionError, match="a compiled pass was called"):
+            layer(images((2, 16, 3, 3)))
+
+
+def test_where_they_cannot_be_used(no_passes):
+    layer, x = ChannelEquilibrium2d(16), images((2, 16, 3, 3))
+    with ops.backend("torch"):
+        layer(x)
+    layer.double()(x.double())
+    layer.float()
+    layer(x.as_subclass(Subclass))
+    with Count():
+        layer(x)
+    layer.eval()
+    torch.vmap(layer)(x[None])
+    torch.func.jvp(layer, (x,), (x,))
+    torch.func.grad(lambda x: layer(x).sum())(x)
+    with forward_ad.dual_level():
+        assert forward_ad.unpack_dual(layer(forward_ad.make_dual(x, x))).tangent is not None
+    torch.export.export(layer, (x,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.trace(layer, x, check_trace=False)
+    layer.train()(x[:0])
+
+
+def test_whoever_looks_at_activations_sees_those_of_folded_layers():
+    network, seen = folded_network(24, nn.ReLU), []
+    x = images((2, 3, 9, 9))
+    with torch.no_grad():
+        expected = network(x)
+
+        class Look(ActivationObserver):
+            def after(self, site, y):
+                seen.append((site.name, y))
+
+        with Look(network):
+            y = network(x)
+    assert [name for name, _ in seen] == ["1.act"]
+    assert torch.equal(seen[0][1], expected)
+    assert torch.equal(y, expected)
+
+
+def test_gradients_of_a_forward_pass_with_them_where_they_cannot_be_used(monkeypatch):
+    """A mode that sees every operator begins between the two passes."""
+    block = NormCE2d(nn.BatchNorm2d(24), ChannelEquilibrium2d(24))
+    x, upstream = images((3, 24, 4, 5)), images((3, 24, 4, 5), seed=1)
+    expected = outcome(copy.deepcopy(block), x, upstream)
+    x.requires_grad_()
+    y = block(x)
+    for name in ("measure", "apply", "gram"):
+        monkeypatch.setattr(cpu, name, never)
+    with Count():
+        y.backward(upstream)
+    found = [y, x.grad, *(p.grad for p in block.parameters())]
+    for a, b in zip(found, expected[: len(found)], strict=True):
+        assert_close("gradient", a, b, 2e-6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("make", [ChannelEquilibrium2d, BatchDecorrelation2d])
+@pytest.mark.parametrize("training", [True, False])
+def test_second_derivatives(make, layout, training):
+    block = NormCE2d(nn.BatchNorm2d(20), make(20)).train(training)
+    x = images((3, 20, 4, 5), layout)
+
+    upstream = images((3, 20, 4, 5), seed=1)
+
+    def second(block, x):
+        x = x.clone(memory_format=torch.preserve_format).requires_grad_()
+        leaves = [x, *block.parameters()]
+        loss = (block(x) * (x + upstream.to(x.dtype))).sum()
+        first = torch.autograd.grad(loss, leaves, create_graph=True)
+        return torch.autograd.grad(sum((g * g.detach().sin()).sum() for g in first), leaves)
+
+    exact = second(copy.deepcopy(block).double(), x.double())
+    for a, b in zip(second(block, x), exact, strict=True):
+        assert_close("second derivative", a, b, 2e-4)
+
+
+def test_gradients_of_some_inputs_only():
+    x, c = images((3, 24, 4, 5)), torch.zeros(1, 24)
+    P, d = images((2, 16, 16)), images((3, 24))
+    upstream = images((3, 24, 4, 5), seed=1)
+    for wanted in ("x", "P", "d", "c"):
+        given = {"x": x, "P": P, "d": d, "c": c}
+        exact = {name: value.double() for name, value in given.items()}
+        for inputs in (given, exact):
+            inputs[wanted] = inputs[wanted].clone().requires_grad_()
+        F.mix(*given.values()).backward(upstream)
+        F.mix(*exact.values()).backward(upstream.double())
+        assert given[wanted].grad.shape == given[wanted].shape
+        assert_close(wanted, given[wanted].grad, exact[wanted].grad, 2e-6)
+
+
+def test_activation_checkpointing_counts_a_batch_once():
+    block = NormCE2d(nn.BatchNorm2d(24), ChannelEquilibrium2d(24))
+    twin, x, upstream = copy.deepcopy(block), images((3, 24, 4, 5)), images((3, 24, 4, 5), seed=1)
+    expected = outcome(twin, x, upstream)
+    found = outcome_checkpointed(block, x, upstream)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def outcome_checkpointed(block, x, upstream):
+    x = x.clone().requires_grad_()
+    y = checkpoint(block, x, use_reentrant=False)
+    y.backward(upstream)
+    return [y, x.grad, *(p.grad for p in block.parameters()), *block.buffers()]
+
+
+def test_the_gradient_of_the_output_is_not_changed():
+    block = NormCE2d(nn.BatchNorm2d(24), ChannelEquilibrium2d(24))
+    upstream = images((3, 24, 4, 5), seed=1)
+    before = upstream.clone()
+    x = images((3, 24, 4, 5)).requires_grad_()
+    y = block(x)
+    y.retain_grad()
+    y.backward(upstream)
+    assert torch.equal(upstream, before)
+    assert torch.equal(y.grad, before)
+
+
+def folded_network(channels, act=None, ce=ChannelEquilibrium2d):
+    block = NormCE2d(nn.BatchNorm2d(channels), ce(channels))
+    block.act = None if act is None else act()
+    network = nn.Sequential(nn.Conv2d(3, channels, 3), block)
+    for seed in range(3):
+        network(images((4, 3, 9, 9), seed=seed))
+    return fold_ce(network.eval())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("act", [nn.ReLU, nn.SiLU, None])
+@pytest.mark.parametrize("with_residual", [True, False])
+@pytest.mark.parametrize("shape", [(3, 40, 20, 19), (1, 64, 3, 3), (2, 16, 1, 2)], ids=str)
+def test_a_folded_layer_is_one_pass(shape, act, with_residual, layout, monkeypatch):
+    layer = folded_network(shape[1], act)[1]
+    nn.init.normal_(layer.ir.norm.weight)
+    nn.init.normal_(layer.ir.norm.bias)
+    x = images(shape, layout, 10)
+    residual = images(shape, seed=1) if with_residual else None
+    with torch.no_grad():
+        exact = copy.deepcopy(layer).double()
+        expected = exact(x.double(), None if residual is None else residual.double())
+        y = layer(x.clone(memory_format=torch.preserve_format), residual)
+    assert_close("y", y, expected, 2e-6)
+    assert y.is_contiguous(memory_format=layout)
+    # by `mix`, with gradients
+    again = layer(x.clone(memory_format=torch.preserve_format).requires_grad_(), residual)
+    assert again.requires_grad
+    assert_close("with gradients", again, expected, 2e-6)
+    monkeypatch.setattr(cpu, "folded", never)
+    with pytest.raises(AssertionError, match="a compiled pass"), torch.no_grad():
+        layer(x, residual)
+
+
+def test_a_folded_layer_takes_the_memory_of_the_convolution_s_output_alone():
+    """`fold_ce` has made sure that nobody else reads it; of other tensors nobody knows."""
+    network = folded_network(24)
+    x, outputs = images((2, 3, 9, 9)), []
+    before = x.clone()
+    with torch.no_grad():
+        expected = network(x)
+        network[0].register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+        y = network(x)
+        assert y.data_ptr() == outputs[0].data_ptr()
+        assert y._version > 0
+        with torch.inference_mode():
+            assert torch.equal(network(x), expected)
+        network[1].owns_input = False
+        assert network(x).data_ptr() != outputs[-1].data_ptr()
+    assert torch.equal(y, expected)
+    assert torch.equal(x, before)
+    for given in (x.requires_grad_(), x.detach()):  # with gradients, to x or to the weights
+        network.requires_grad_()
+        assert network(given).data_ptr() != outputs[-1].data_ptr()
+
+
+def hook_of(name):
+    def change(network):
+        getattr(network[1].ir, name).register_forward_hook(lambda *_: None)
+
+    return change
+
+
+def other_linear(network):
+    class Linear(nn.Linear):
+        pass
+
+    network[1].ir.fc1.__class__ = Linear
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        hook_of("fc1"),
+        hook_of("norm"),
+        other_linear,
+        lambda network: network[1].ir.half(),
+        lambda network: setattr(network[1].ir, "released", True),
+    ],
+    ids=["hook", "hook of the norm", "another linear layer", "half precision", "released"],
+)
+def test_gates_that_a_pass_does_not_know(change, monkeypatch):
+    network = folded_network(24)
+    change(network)
+    monkeypatch.setattr(cpu, "folded", never)
+    with torch.no_grad():
+        network(images((2, 3, 9, 9)))
+
+
+@pytest.mark.parametrize("factor", [1e15, 1e25, 0.0, torch.nan])
+def test_the_gate_of_images_out_of_range(factor):
+    """A variance that overflows, none at all, and one that is not a number."""
+    layer = folded_network(24)[1]
+    layer.owns_input = False
+    x = images((2, 24, 5, 5)) * torch.tensor([1, factor])[:, None, None, None]
+    with torch.no_grad():
+        y = layer(x)
+        with ops.backend("torch"):
+            expected = layer(x)
+    assert_close("y", y[0], expected[0], 2e-6)
+    assert torch.equal(y.isfinite(), expected.isfinite())
+    if y[1].isfinite().all():
+        assert_close("y", y[1].double(), expected[1].double(), 2e-6)
+
+
+def without(monkeypatch, tmp_path, **environment):
+    for name, value in {"XDG_CACHE_HOME": str(tmp_path), **environment}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [
+        ("no-such-compiler", "there is no C++ compiler no-such-compiler; install g++, or set CXX"),
+        ("false", "ends with 1: it says no more"),
+    ],
+)
+def test_without_a_compiler_layers_run_in_plain_pytorch(
+    compiler, reason, monkeypatch, tmp_path, fresh
+):
+    without(monkeypatch, tmp_path, CXX=compiler)
+    assert reason in cpu.library().missing
+    block = NormCE2d(nn.BatchNorm2d(24), ChannelEquilibrium2d(24))
+    x, upstream = images((3, 24, 4, 5)), images((3, 24, 4, 5), seed=1)
+    found = outcome(copy.deepcopy(block), x, upstream)
+    with ops.backend("torch"):
+        expected = outcome(block, x, upstream)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert not list(tmp_path.rglob("*.so"))
+
+
+def test_errors_of_the_compiler_are_told(monkeypatch, tmp_path, fresh):
+    source = tmp_path / "cpu.cpp"
+    source.write_text("int x = unknown;\n")
+    monkeypatch.setattr(cpu, "SOURCE", source)
+    without(monkeypatch, tmp_path)
+    assert "cpu.cpp:1:9: error" in cpu.library().missing
+
+
+def test_other_systems_have_no_passes(monkeypatch, fresh):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert cpu.library().missing == "they are compiled on Linux only, not on darwin"
+
+
+def test_they_are_compiled_once(monkeypatch, tmp_path, fresh):
+    without(monkeypatch, tmp_path)
+    assert cpu.library().missing is None
+    (built,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    assert built.suffix == ".so"
+    assert stat.S_IMODE(built.parent.stat().st_mode) == 0o700
+    written = built.stat().st_mtime_ns
+    cpu.library.cache_clear()
+    assert cpu.library().missing is None
+    assert built.stat().st_mtime_ns == written
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    cpu.library.cache_clear()
+    assert cpu.library().missing is None
+    assert len(list(built.parent.iterdir())) == 2  # those for other instructions are others
+
+
+def test_a_cache_that_cannot_be_written_is_no_obstacle(monkeypatch, tmp_path, fresh):
+    (tmp_path / "file").touch()
+    without(monkeypatch, tmp_path, XDG_CACHE_HOME=str(tmp_path / "file"))
+    assert cpu.library().missing is None
+    assert (tmp_path / "file").read_bytes() == b""
+
+
+def test_processes_that_compile_at_once(tmp_path):
+    code = "from cenet import cpu; print(cpu.library().missing)"
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment
+        )
+        for _ in range(2)
+    ]
+    assert [process.communicate(timeout=300)[0].strip() for process in started] == ["None"] * 2
+    assert [path.suffix for path in (tmp_path / "cenet").iterdir()] == [".so"]
+
+
+MUTATIONS = {
+    "means of the tiles do not count": ("weight * distance[i] * distance[j] -", "0.0f -"),
+    "tiles lose what rounding left": (
+        "- static_cast<float>(pixels) * rest[i] * rest[j]",
+        "- 0.5f * distance[i] * distance[j]",
+    ),
+    "the mean is not merged": ("mean[i] += apart * (pixels / whole);", "mean[i] = center[i];"),
+    "the last tile is not filled up": ("std::fill(to + pixels, to + TILE, 0.0f);", ""),
+    "P is never transposed": ("transposed ? own[j * K + i]", "false ? own[j * K + i]"),
+    "d of the first image for all": (
+        "diagonal + task.image * diagonal_stride",
+        "diagonal + 0 * diagonal_stride",
+    ),
+    "values of the first image for all": ("values + task.image * stride", "values + 0 * stride"),
+    "planes are not centered": ("load<Vector>(from + p) - center);", "load<Vector>(from + p));"),
+    "rows are not centered": ("load_row(x + at, size) - minus", "load_row(x + at, size)"),
+    "half of the blocks": ("i < rows; i += TALL", "i < rows; i += 2 * TALL"),
+    "the residual of rows is left out": ("value += load_row(map.residual", "load_row(map.residual"),
+    "relu of planes is left out": ("if (map.relu) value =", "if (false) value ="),
+    "relu of remainders is left out": ("y[at + lane] = map.relu && v < 0", "y[at + lane] = false"),
+    "nothing is added to": (
+        "value += load<Vector>(y + at)",
+        "value += 0.0f * load<Vector>(y + at)",
+    ),
+    "the gate has no relu": ("hidden[i] = value < 0 ? 0 : value;", "hidden[i] = value;"),
+    "the gate has no bias": ("+ gate.norm_bias[i]", ""),
+    "the gate's norm has no mean": ("(hidden[i] - mean) * rstd", "hidden[i] * rstd"),
+    "the gate of the first image": ("x + start, moments);", "x, moments);"),
+    "no shift behind the gate": ("constant[i] + d[i] * shift[i]", "constant[i]"),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_mutated_pass_is_noticed(name, monkeypatch, tmp_path, fresh):
+    before, after = MUTATIONS[name]
+    source = cpu.SOURCE.read_text()
+    assert before in source
+    changed = tmp_path / "cpu.cpp"
+    changed.write_text(source.replace(before, after))
+    monkeypatch.setattr(cpu, "SOURCE", changed)
+    without(monkeypatch, tmp_path)
+    assert cpu.library().missing is None
+    red = 0
+    for layout in LAYOUTS:
+        red += fails(gate_of_two_images, layout)
+        for shape, size in SHAPES[:4]:
+            for offset in (0, 1000):
+                red += fails(test_measuring, shape, size, offset, layout)
+            red += fails(test_mapping, shape, size, layout)
+            red += fails(test_products_of_gradients, shape, size, layout)
+    assert red
+
+
+def gate_of_two_images(layout):
+    layer = folded_network(24)[1]
+    nn.init.normal_(layer.ir.norm.weight)
+    nn.init.normal_(layer.ir.norm.bias)
+    x = images((2, 24, 9, 7), layout, 10)
+    x[1] *= 1 + torch.arange(24)[:, None, None]
+    with torch.no_grad():
+        expected = copy.deepcopy(layer).double()(x.double())
+        assert_close("y", layer(x), expected, 2e-6)
+
+
+def fails(test, *arguments):
+    try:
+        test(*arguments)
+    except AssertionError:
+        return True
+    return False
