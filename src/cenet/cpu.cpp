@@ -19,6 +19,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -28,71 +29,102 @@ constexpr int LANES = 16, WIDE = 4;  // floats in a register; registers beside e
 constexpr int ROWS = 16, TOGETHER = 8;  // of channels_last: rows of a block; pixels mapped at once
 #elif defined(__AVX__)
 constexpr int LANES = 8, WIDE = 2;
-constexpr int ROWS = 8, TOGETHER = 4;
+constexpr int ROWS = 4, TOGETHER = 4;
 #else
 constexpr int LANES = 4, WIDE = 2;
-constexpr int ROWS = 8, TOGETHER = 4;
+constexpr int ROWS = 2, TOGETHER = 2;
 #endif
 constexpr int TALL = 4;    // rows of a block of a product
+constexpr int CHAINS = 2;  // sums that do not wait for each other
 constexpr int TILE = 256;  // pixels that go through together
 constexpr int LINE = 2048;  // the same where channels do not meet
 constexpr int ROW = 16;    // channels of a group in channels_last
+constexpr int PARTS = ROW / LANES;  // registers that they take
 constexpr int LARGEST = 64;  // channels of a group
 constexpr int64_t SMALL = 1 << 14;  // values of a map for which waking other threads takes longer
+constexpr int64_t CACHED = 1 << 20;  // values of images that are still in the cache when mapped
 
 typedef float Vector __attribute__((vector_size(4 * LANES)));
+typedef float Anywhere __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-// the channels of a group in one pixel, in as many registers as they take
+// each(0), …, each(N − 1), unrolled so that arrays with these indices are in registers
+template <int N, typename Each>
+inline __attribute__((always_inline)) void unrolled(const Each& each) {
+  if constexpr (N > 1) unrolled<N - 1>(each);
+  each(std::integral_constant<int, N - 1>());
+}
+
+inline Vector load(const float* from) { return *reinterpret_cast<const Anywhere*>(from); }
+
+inline void store(float* to, Vector v) { *reinterpret_cast<Anywhere*>(to) = v; }
+
+// HEIGHT × WIDTH registers, a block of a product
+template <int HEIGHT, int WIDTH>
+struct Block {
+  Vector at[HEIGHT][WIDTH];
+
+  // at[i][j] += left(i)·right[j]
+  template <typename Left>
+  inline __attribute__((always_inline)) void add(const Left& left, const Vector (&right)[WIDTH]) {
+    unrolled<HEIGHT>([&](auto i) {
+      const auto factor = left(i);
+      unrolled<WIDTH>([&](auto j) { at[i][j] += factor * right[j]; });
+    });
+  }
+};
+
+// the channels of a group in one pixel
 struct Row {
-  Vector part[ROW / LANES] = {};
+  Vector part[PARTS] = {};
 
   Row& operator+=(const Row& other) {
-    for (int i = 0; i < ROW / LANES; ++i) part[i] += other.part[i];
+    unrolled<PARTS>([&](auto i) { part[i] += other.part[i]; });
     return *this;
   }
 };
 
-template <typename V>
-inline V load(const float* from) {
-  V v;
-  std::memcpy(static_cast<void*>(&v), from, sizeof(V));
-  return v;
-}
-
-template <typename V>
-inline void store(float* to, V v) {
-  std::memcpy(to, &v, sizeof(V));
-}
-
-inline Row load_row(const float* from, int size) {
+inline Row load_row(const float* from) {
   Row row;
-  if (size == ROW) return load<Row>(from);
-  std::memcpy(static_cast<void*>(&row), from, 4 * size);
+  unrolled<PARTS>([&](auto i) { row.part[i] = load(from + i * LANES); });
   return row;
 }
 
+inline void store_row(float* to, const Row& row) {
+  unrolled<PARTS>([&](auto i) { store(to + i * LANES, row.part[i]); });
+}
+
+// the same of the first `size` channels
+inline Row load_row(const float* from, int size) {
+  if (size == ROW) return load_row(from);
+  float values[ROW] = {};
+  std::memcpy(values, from, 4 * size);
+  return load_row(values);
+}
+
 inline void store_row(float* to, const Row& row, int size) {
-  if (size == ROW) return store(to, row);
-  std::memcpy(to, &row, 4 * size);
+  if (size == ROW) return store_row(to, row);
+  float values[ROW];
+  store_row(values, row);
+  std::memcpy(to, values, 4 * size);
 }
 
 inline Row operator-(Row a, const Row& b) {
-  for (int i = 0; i < ROW / LANES; ++i) a.part[i] -= b.part[i];
+  unrolled<PARTS>([&](auto i) { a.part[i] -= b.part[i]; });
   return a;
 }
 
 inline Row operator*(Row a, const Row& b) {
-  for (int i = 0; i < ROW / LANES; ++i) a.part[i] *= b.part[i];
+  unrolled<PARTS>([&](auto i) { a.part[i] *= b.part[i]; });
   return a;
 }
 
 inline Row operator*(float factor, Row a) {
-  for (int i = 0; i < ROW / LANES; ++i) a.part[i] *= factor;
+  unrolled<PARTS>([&](auto i) { a.part[i] *= factor; });
   return a;
 }
 
 inline Row positive(Row a) {
-  for (int i = 0; i < ROW / LANES; ++i) a.part[i] = a.part[i] < Vector{} ? Vector{} : a.part[i];
+  unrolled<PARTS>([&](auto i) { a.part[i] = a.part[i] < Vector{} ? Vector{} : a.part[i]; });
   return a;
 }
 
@@ -158,19 +190,21 @@ struct Merged {
   }
 };
 
-// a tile of a group in contiguous layout: `size` rows of TILE values, zero behind the last pixel
+// a tile of a group in contiguous layout: `size` rows of TILE values, with zeros behind the last
+// pixel up to the end of a block
 typedef float Planes[LARGEST][TILE];
 
 inline int padded(int size) { return (size + TALL - 1) / TALL * TALL; }
 
 inline int vectors(int pixels) { return (pixels + LANES - 1) / LANES; }
 
-// Copy `pixels` values of a channel, less the center, and fill up with zeros.
+// Copy `pixels` values of a channel, less the center, and fill a block up with zeros.
 inline void copy_plane(float* to, const float* from, float center, int pixels) {
   int p = 0;
-  for (; p + LANES <= pixels; p += LANES) store(to + p, load<Vector>(from + p) - center);
+  for (; p + LANES <= pixels; p += LANES) store(to + p, load(from + p) - center);
   for (; p < pixels; ++p) to[p] = from[p] - center;
-  std::fill(to + pixels, to + TILE, 0.0f);
+  const int end = (pixels + WIDE * LANES - 1) / (WIDE * LANES) * (WIDE * LANES);
+  std::fill(to + pixels, to + end, 0.0f);
 }
 
 inline void clear(Planes& tile, int size) {
@@ -183,17 +217,15 @@ inline void add_products(Vector* totals, const Planes& a, const Planes& b, int s
   const int rows = padded(size);
   for (int i = 0; i < rows; i += TALL)
     for (int j = symmetric ? i : 0; j < rows; j += WIDE) {
-      Vector block[TALL][WIDE] = {};
+      Block<TALL, WIDE> block = {};
       for (int step = 0; step < steps; ++step) {
         Vector right[WIDE];
-        for (int w = 0; w < WIDE; ++w) right[w] = load<Vector>(b[j + w] + step * LANES);
-        for (int t = 0; t < TALL; ++t) {
-          const Vector left = load<Vector>(a[i + t] + step * LANES);
-          for (int w = 0; w < WIDE; ++w) block[t][w] += left * right[w];
-        }
+        unrolled<WIDE>([&](auto w) { right[w] = load(b[j + w] + step * LANES); });
+        block.add([&](auto t) { return load(a[i + t] + step * LANES); }, right);
       }
-      for (int t = 0; t < TALL; ++t)
-        for (int w = 0; w < WIDE; ++w) totals[(i + t) * rows + j + w] += block[t][w];
+      unrolled<TALL>([&](auto t) {
+        unrolled<WIDE>([&](auto w) { totals[(i + t) * rows + j + w] += block.at[t][w]; });
+      });
     }
 }
 
@@ -227,7 +259,7 @@ inline void add_up(const float* from, float center, int size, float* total, floa
   int p = 0;
   for (; p + WIDE * LANES <= size; p += WIDE * LANES)
     for (int w = 0; w < WIDE; ++w) {
-      const Vector v = load<Vector>(from + p + w * LANES) - center;
+      const Vector v = load(from + p + w * LANES) - center;
       sums[w] += v;
       products[w] += v * v;
     }
@@ -281,38 +313,33 @@ void measure_planes(const Shape& shape, const Task& task, const float* x, const 
 // totals[i] += Σ_p a[p][i]·b[p]
 inline void add_outer_products(Row* totals, const float (*a)[ROW], const float (*b)[ROW],
                                int pixels) {
-  for (int first = 0; first < ROW; first += ROWS)
-    for (int part = 0; part < ROW / LANES; ++part) {
-      Vector block[ROWS] = {};
-      for (int p = 0; p < pixels; ++p) {
-        const Vector right = load<Vector>(b[p] + part * LANES);
-        for (int i = 0; i < ROWS; ++i) block[i] += a[p][first + i] * right;
-      }
-      for (int i = 0; i < ROWS; ++i) totals[first + i].part[part] += block[i];
-    }
+  for (int first = 0; first < ROW; first += ROWS) {
+    Block<ROWS, PARTS> block = {};
+    for (int p = 0; p < pixels; ++p)
+      block.add([&](auto i) { return a[p][first + i]; }, load_row(b[p]).part);
+    unrolled<ROWS>([&](auto i) {
+      unrolled<PARTS>([&](auto j) { totals[first + i].part[j] += block.at[i][j]; });
+    });
+  }
 }
 
 // Σ of the rows less `center`, and of their squares.
 inline void add_up_rows(const float* from, int64_t apart, int size, const Row& center, int pixels,
                         Row* total, Row* squares) {
-  constexpr int CHAINS = 4;  // sums that do not wait for each other
   Row sums[CHAINS], products[CHAINS];
+  const auto add = [&](int p, auto chain) {
+    const Row row = load_row(from + p * apart, size) - center;
+    sums[chain] += row;
+    products[chain] += row * row;
+  };
   int p = 0;
   for (; p + CHAINS <= pixels; p += CHAINS)
-    for (int k = 0; k < CHAINS; ++k) {
-      const Row row = load_row(from + (p + k) * apart, size) - center;
-      sums[k] += row;
-      products[k] += row * row;
-    }
-  for (; p < pixels; ++p) {
-    const Row row = load_row(from + p * apart, size) - center;
-    sums[0] += row;
-    products[0] += row * row;
-  }
-  for (int k = 1; k < CHAINS; ++k) {
-    sums[0] += sums[k];
-    products[0] += products[k];
-  }
+    unrolled<CHAINS>([&](auto chain) { add(p + chain, chain); });
+  for (; p < pixels; ++p) add(p, std::integral_constant<int, 0>());
+  unrolled<CHAINS - 1>([&](auto chain) {
+    sums[0] += sums[chain + 1];
+    products[0] += products[chain + 1];
+  });
   *total = sums[0];
   *squares = products[0];
 }
@@ -334,18 +361,18 @@ void measure_rows(const Shape& shape, const Task& task, const float* x, const Mo
     const Row rest = (1.0f / pixels) * total;
     if (pairs) {
       for (int p = 0; p < pixels; ++p)
-        store(tile[p], load_row(from + p * shape.channels, size) - center);
+        store_row(tile[p], load_row(from + p * shape.channels, size) - center);
       add_outer_products(totals, tile, tile, pixels);
     } else {
       totals[0] += squares;
     }
     float at[LARGEST] = {}, off[LARGEST] = {};
-    store(at, center);
-    store(off, rest);
+    store_row(at, center);
+    store_row(off, rest);
     merged.add(at, off, pixels, pairs);
   }
   float products[ROW * ROW] = {}, sums[ROW][ROW];
-  for (int i = 0; i < ROW; ++i) store(sums[i], totals[i]);
+  for (int i = 0; i < ROW; ++i) store_row(sums[i], totals[i]);
   for (int i = 0; i < size; ++i) {
     if (!pairs) products[i * size + i] = sums[0][i];
     for (int j = 0; pairs && j < size; ++j) products[i * size + j] = sums[i][j];
@@ -357,6 +384,8 @@ struct Map {
   const float *less, *matrix, *diagonal, *constant, *residual;
   int64_t less_stride, diagonal_stride, constant_stride;  // from image to image
   bool transposed, relu, accumulate;
+
+  bool is_plain() const { return !accumulate && !relu && residual == nullptr; }
 
   // P + Diag(d) of a group of an image, (K, K) with rows of LARGEST
   void load_operator(const Shape& shape, const Task& task, float (*to)[LARGEST]) const {
@@ -384,8 +413,8 @@ inline void finish_map(const Map& map, Vector value, int64_t at, int size, float
     }
     return;
   }
-  if (map.accumulate) value += load<Vector>(y + at);
-  if (map.residual != nullptr) value += load<Vector>(map.residual + at);
+  if (map.accumulate) value += load(y + at);
+  if (map.residual != nullptr) value += load(map.residual + at);
   if (map.relu) value = value < Vector{} ? Vector{} : value;
   store(y + at, value);
 }
@@ -396,7 +425,7 @@ void map_planes(const Shape& shape, const Task& task, const float* x, const Map&
   map.load_operator(shape, task, matrix);
   load_values(task, map.less, map.less_stride, less);
   load_values(task, map.constant, map.constant_stride, constant);
-  const bool plain = !map.accumulate && !map.relu && map.residual == nullptr;
+  const bool plain = map.is_plain();
   const int64_t start = (task.image * shape.channels + task.first) * shape.pixels;
   for (int64_t begin = 0; begin < shape.pixels; begin += TILE) {
     const int pixels = static_cast<int>(std::min<int64_t>(TILE, shape.pixels - begin));
@@ -405,25 +434,32 @@ void map_planes(const Shape& shape, const Task& task, const float* x, const Map&
       copy_plane(tile[j], x + here + j * shape.pixels, less[j], pixels);
     for (int i = 0; i < task.size; i += TALL)
       for (int v = 0; v < vectors(pixels); v += WIDE) {
-        Vector block[TALL][WIDE];
-        for (int t = 0; t < TALL; ++t)
-          for (int w = 0; w < WIDE; ++w) block[t][w] = Vector{} + constant[i + t];
+        Block<TALL, WIDE> block;
+        unrolled<TALL>([&](auto t) {
+          unrolled<WIDE>([&](auto w) { block.at[t][w] = Vector{} + constant[i + t]; });
+        });
         for (int j = 0; j < task.size; ++j) {
           Vector right[WIDE];
-          for (int w = 0; w < WIDE; ++w) right[w] = load<Vector>(tile[j] + (v + w) * LANES);
-          for (int t = 0; t < TALL; ++t)
-            for (int w = 0; w < WIDE; ++w) block[t][w] += matrix[i + t][j] * right[w];
+          unrolled<WIDE>([&](auto w) { right[w] = load(tile[j] + (v + w) * LANES); });
+          block.add([&](auto t) { return matrix[i + t][j]; }, right);
         }
         const int64_t at = here + i * shape.pixels + v * LANES;
         if (plain && i + TALL <= task.size && (v + WIDE) * LANES <= pixels) {
-          for (int t = 0; t < TALL; ++t)
-            for (int w = 0; w < WIDE; ++w) store(y + at + t * shape.pixels + w * LANES, block[t][w]);
+          unrolled<TALL>([&](auto t) {
+            float* to = y + at + t * shape.pixels;
+            unrolled<WIDE>([&](auto w) { store(to + w * LANES, block.at[t][w]); });
+          });
           continue;
         }
+        float values[TALL][WIDE * LANES];
+        unrolled<TALL>([&](auto t) {
+          unrolled<WIDE>([&](auto w) { store(values[t] + w * LANES, block.at[t][w]); });
+        });
         for (int t = 0; t < std::min(TALL, task.size - i); ++t)
           for (int w = 0; w < WIDE; ++w) {
             const int size = std::min(LANES, pixels - (v + w) * LANES);
-            finish_map(map, block[t][w], at + t * shape.pixels + w * LANES, size, y);
+            const Vector value = load(values[t] + w * LANES);
+            finish_map(map, value, at + t * shape.pixels + w * LANES, size, y);
           }
       }
   }
@@ -438,24 +474,33 @@ void map_rows(const Shape& shape, const Task& task, const float* x, const Map& m
   for (int i = 0; i < task.size; ++i)
     for (int j = 0; j < task.size; ++j) transposed[j][i] = matrix[i][j];
   Row columns[ROW];
-  for (int j = 0; j < ROW; ++j) columns[j] = load<Row>(transposed[j]);
-  const Row minus = load<Row>(less), plus = load<Row>(constant);
+  for (int j = 0; j < ROW; ++j) columns[j] = load_row(transposed[j]);
+  const Row minus = load_row(less), plus = load_row(constant);
   const int64_t start = task.image * shape.channels * shape.pixels + task.first;
+  const bool plain = map.is_plain();
   alignas(64) float rows[TOGETHER][ROW] = {};
   for (int64_t begin = 0; begin < shape.pixels; begin += TOGETHER) {
     const int pixels = static_cast<int>(std::min<int64_t>(TOGETHER, shape.pixels - begin));
+    const int64_t here = start + begin * shape.channels;
     for (int p = 0; p < pixels; ++p)
-      store(rows[p], load_row(x + start + (begin + p) * shape.channels, task.size) - minus);
-    Row block[TOGETHER];
-    for (int p = 0; p < TOGETHER; ++p) block[p] = plus;
-    for (int j = 0; j < ROW; ++j)
-      for (int p = 0; p < TOGETHER; ++p) block[p] += rows[p][j] * columns[j];
+      store_row(rows[p], load_row(x + here + p * shape.channels, task.size) - minus);
+    Block<TOGETHER, PARTS> block;
+    unrolled<TOGETHER>([&](auto p) {
+      unrolled<PARTS>([&](auto i) { block.at[p][i] = plus.part[i]; });
+    });
+    for (int j = 0; j < ROW; ++j) block.add([&](auto p) { return rows[p][j]; }, columns[j].part);
+    float values[TOGETHER][ROW];
+    unrolled<TOGETHER>([&](auto p) {
+      unrolled<PARTS>([&](auto i) { store(values[p] + i * LANES, block.at[p][i]); });
+    });
     for (int p = 0; p < pixels; ++p) {
-      const int64_t at = start + (begin + p) * shape.channels;
-      Row value = block[p];
-      if (map.accumulate) value += load_row(y + at, task.size);
-      if (map.residual != nullptr) value += load_row(map.residual + at, task.size);
-      if (map.relu) value = positive(value);
+      const int64_t at = here + p * shape.channels;
+      Row value = load_row(values[p]);
+      if (!plain) {
+        if (map.accumulate) value += load_row(y + at, task.size);
+        if (map.residual != nullptr) value += load_row(map.residual + at, task.size);
+        if (map.relu) value = positive(value);
+      }
       store_row(y + at, value, task.size);
     }
   }
@@ -485,7 +530,7 @@ void gram_planes(const Shape& shape, const Task& task, const float* g, const flo
       copy_plane(right[i], x + at, minus[i], pixels);
       Vector total = {};
       for (int step = 0; step < vectors(pixels); ++step)
-        total += load<Vector>(left[i] + step * LANES);
+        total += load(left[i] + step * LANES);
       sums[i] += total;
     }
     add_products(totals.data(), left, right, size, vectors(pixels), false);
@@ -504,7 +549,7 @@ void gram_rows(const Shape& shape, const Task& task, const float* g, const float
   const int64_t K = shape.group;
   float values[LARGEST];
   load_values(task, less, less_stride, values);
-  const Row minus = load<Row>(values);
+  const Row minus = load_row(values);
   const int64_t start = task.image * shape.channels * shape.pixels + task.first;
   alignas(64) float left[TILE][ROW], right[TILE][ROW];
   Row totals[ROW] = {}, sums = {};
@@ -515,8 +560,8 @@ void gram_rows(const Shape& shape, const Task& task, const float* g, const float
       const int64_t at = start + (begin + p) * shape.channels;
       const Row row = load_row(g + at, size);
       total += row;
-      store(left[p], row);
-      store(right[p], load_row(x + at, size) - minus);
+      store_row(left[p], row);
+      store_row(right[p], load_row(x + at, size) - minus);
     }
     add_outer_products(totals, left, right, pixels);
     sums += total;
@@ -541,7 +586,7 @@ inline float dot(const float* a, const float* b, int64_t size) {
   int64_t i = 0;
   for (; i + 4 * LANES <= size; i += 4 * LANES)
     for (int k = 0; k < 4; ++k)
-      sums[k] += load<Vector>(a + i + k * LANES) * load<Vector>(b + i + k * LANES);
+      sums[k] += load(a + i + k * LANES) * load(b + i + k * LANES);
   float total = sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
   for (; i < size; ++i) total += a[i] * b[i];
   return total;
@@ -596,7 +641,8 @@ void cenet_measure(int64_t images, int64_t channels, int64_t pixels, int64_t gro
   for_each_task(shape, threads, [&](const Task& task) { measure(shape, task, x, out); });
 }
 
-// less, diagonal, constant and residual may be null; a stride of 0 is for values that all images share
+// less, diagonal, constant and residual may be null; a stride of 0 is for values that all images
+// share
 void cenet_map(int64_t images, int64_t channels, int64_t pixels, int64_t group, int rows,
                int threads, const float* x, const float* less, int64_t less_stride,
                const float* matrix, int transposed, const float* diagonal, int64_t diagonal_stride,
@@ -610,48 +656,56 @@ void cenet_map(int64_t images, int64_t channels, int64_t pixels, int64_t group, 
   for_each_task(shape, threads, [&](const Task& task) { apply(shape, task, x, map, y); });
 }
 
-// One image after the other is measured, gated and mapped, while it is in the cache. The small
-// arrays in `scratch` are of one image: 6 · C + H values.
+// A few images at a time are measured, gated and mapped, while they are in the cache.
 void cenet_folded(int64_t images, int64_t channels, int64_t pixels, int64_t group, int rows,
                   int threads, const float* x, const float* matrix, const float* w1,
                   const float* norm_weight, const float* norm_bias, const float* w2,
                   int64_t hidden_size, float norm_eps, float largest, const float* inv_std,
                   const float* share, const float* offset, const float* shift,
-                  const float* constant, const float* residual, int relu, float* scratch,
-                  float* y) {
+                  const float* constant, const float* residual, int relu, float* y) {
   const Gate gate{w1,    norm_weight, norm_bias, w2,          inv_std,  share,
                   offset, shift,      constant,  hidden_size, norm_eps, largest};
-  const Shape one{1, channels, pixels, group}, all{images, channels, pixels, group};
+  const Shape all{images, channels, pixels, group};
   const auto measure = rows ? measure_rows : measure_planes;
   const auto apply = rows ? map_rows : map_planes;
-  // a group of 16 channels is measured at a time, whatever the groups of the matrix
-  const Shape measured{1, channels, pixels, rows ? ROW : group};
-  float *mean = scratch, *rest = mean + channels, *var = rest + channels, *input = var + channels;
-  float *d = input + channels, *c = d + channels, *hidden = c + channels;
+  const int64_t together = std::clamp<int64_t>(CACHED / (channels * pixels), 1, images);
+  std::vector<float> values(together * (6 * channels + hidden_size));
+  const auto part = [&](int64_t number) { return values.data() + number * together * channels; };
+  float *mean = part(0), *rest = part(1), *var = part(2), *input = part(3);
+  float *d = part(4), *c = part(5), *hidden = part(6);
   const Moments moments{mean, rest, var, nullptr};
 #pragma omp parallel num_threads(threads) if (all.size() > SMALL)
-  for (int64_t image = 0; image < images; ++image) {
-    const int64_t start = image * channels * pixels;
-    const Map map{nullptr, matrix, d, c, residual == nullptr ? nullptr : residual + start,
-                  0,       0,      0, false, relu != 0, false};
+  for (int64_t first = 0; first < images; first += together) {
+    const int64_t count = std::min(together, images - first);
+    const int64_t start = first * channels * pixels;
+    const Shape some{count, channels, pixels, group};
+    // a group of 16 channels is measured at a time, whatever the groups of the matrix
+    const Shape measured{count, channels, pixels, rows ? ROW : group};
+    const Map map{nullptr, matrix,   d,        c, residual == nullptr ? nullptr : residual + start,
+                  0,       channels, channels, false, relu != 0, false};
 #pragma omp for
     for (int64_t task = 0; task < measured.tasks(); ++task)
       measure(measured, Task(measured, task), x + start, moments);
-#pragma omp single
-    gate_input(gate, var, channels, input);
 #pragma omp for
-    for (int64_t i = 0; i < hidden_size; ++i) hidden[i] = dot(w1 + i * channels, input, channels);
-#pragma omp single
-    gate_norm(gate, hidden);
+    for (int64_t n = 0; n < count; ++n)
+      gate_input(gate, var + n * channels, channels, input + n * channels);
 #pragma omp for
-    for (int64_t i = 0; i < channels; ++i) {
-      const float value = dot(w2 + i * hidden_size, hidden, hidden_size);
-      d[i] = *share * *inv_std / (1 + std::exp(-value)) + *offset;
-      c[i] = constant[i] + d[i] * shift[i];
-    }
+    for (int64_t i = 0; i < hidden_size; ++i)
+      for (int64_t n = 0; n < count; ++n)
+        hidden[n * hidden_size + i] = dot(w1 + i * channels, input + n * channels, channels);
 #pragma omp for
-    for (int64_t task = 0; task < one.tasks(); ++task)
-      apply(one, Task(one, task), x + start, map, y + start);
+    for (int64_t n = 0; n < count; ++n) gate_norm(gate, hidden + n * hidden_size);
+#pragma omp for
+    for (int64_t i = 0; i < channels; ++i)
+      for (int64_t n = 0; n < count; ++n) {
+        const float value = dot(w2 + i * hidden_size, hidden + n * hidden_size, hidden_size);
+        const float factor = *share * *inv_std / (1 + std::exp(-value)) + *offset;
+        d[n * channels + i] = factor;
+        c[n * channels + i] = constant[i] + factor * shift[i];
+      }
+#pragma omp for
+    for (int64_t task = 0; task < some.tasks(); ++task)
+      apply(some, Task(some, task), x + start, map, y + start);
   }
 }
 

@@ -247,14 +247,13 @@ def folded(
     else:
         y = torch.empty_like(x)
     hidden = len(layer.w1)
-    scratch = x.new_empty(6 * x.shape[1] + hidden)
     matrix, w1, norm_weight, norm_bias, w2, *values = map(_pointer, layer)
     library().functions.cenet_folded(
         *_shape(x, layer.matrix.shape[-1]),
         *(_pointer(x), matrix, w1, norm_weight, norm_bias, w2),
         *(ctypes.c_int64(hidden), ctypes.c_float(norm_eps), ctypes.c_float(largest)),
         *values,
-        *(_pointer(residual), ctypes.c_int(relu), _pointer(scratch), _pointer(y)),
+        *(_pointer(residual), ctypes.c_int(relu), _pointer(y)),
     )
     return y
 
