@@ -6,6 +6,7 @@ import stat
 import subprocess
 import sys
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -127,6 +128,28 @@ def test_products_of_gradients(shape, size, layout):
         assert_close("sums", sums, g.double().sum((2, 3)), 2e-6)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize(
+    ("shape", "side"),
+    [((2, 70, 7, 9), 2), ((3, 17, 5, 5), 3), ((1, 3, 2, 2), 2), ((2, 4, 1, 5), 2)],
+    ids=str,
+)
+def test_pooling(shape, side, layout):
+    x = images(shape, layout).round(decimals=1)  # some windows have their largest value twice
+    x[0, :2] = -torch.inf
+    x[-1, 2, 0, 1] = torch.nan
+    for sign in (torch.ones(shape[1]), images(shape, seed=1)[0, :, 0, 0].sign()):
+        plain = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+        signs = sign[:, None, None]
+        expected = nn.functional.max_pool2d(signs * plain, side, ceil_mode=True) * signs
+        g = images(expected.shape, seed=2)
+        expected.backward(g)
+        pooled = cpu.pool(x, side, sign)
+        assert torch.equal(pooled.nan_to_num(9), expected.nan_to_num(9))
+        assert pooled.is_contiguous(memory_format=layout)
+        assert torch.equal(cpu.spread(g, x, side, sign, pooled), plain.grad)
+
+
 def test_relu_keeps_what_is_not_a_number():
     for layout in LAYOUTS:
         x = images((2, 16, 3, 5), layout)
@@ -175,7 +198,7 @@ def never(*_, **__):
 @pytest.fixture
 def no_passes(monkeypatch):
     """A test in which a compiled pass must not be called."""
-    for name in ("measure", "apply", "gram"):
+    for name in ("measure", "apply", "gram", "pool", "spread"):
         monkeypatch.setattr(cpu, name, never)
 
 
@@ -186,7 +209,7 @@ def test_a_layer_uses_them(no_passes):
 
 
 def test_where_they_cannot_be_used(no_passes):
-    layer, x = ChannelEquilibrium2d(16), images((2, 16, 3, 3))
+    layer, x = ChannelEquilibrium2d(16, pool=2), images((2, 16, 3, 3))
     with ops.backend("torch"):
         layer(x)
     layer.double()(x.double())
@@ -226,12 +249,12 @@ def test_whoever_looks_at_activations_sees_those_of_folded_layers():
 
 def test_gradients_of_a_forward_pass_with_them_where_they_cannot_be_used(monkeypatch):
     """A mode that sees every operator begins between the two passes."""
-    block = NormCE2d(nn.BatchNorm2d(24), ChannelEquilibrium2d(24))
+    block = NormCE2d(nn.BatchNorm2d(24), ChannelEquilibrium2d(24, pool=2))
     x, upstream = images((3, 24, 4, 5)), images((3, 24, 4, 5), seed=1)
     expected = outcome(copy.deepcopy(block), x, upstream)
     x.requires_grad_()
     y = block(x)
-    for name in ("measure", "apply", "gram"):
+    for name in ("measure", "apply", "gram", "pool", "spread"):
         monkeypatch.setattr(cpu, name, never)
     with Count():
         y.backward(upstream)
@@ -241,9 +264,12 @@ def test_gradients_of_a_forward_pass_with_them_where_they_cannot_be_used(monkeyp
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["contiguous", "channels_last"])
-@pytest.mark.parametrize("make", [ChannelEquilibrium2d, BatchDecorrelation2d])
+@pytest.mark.parametrize(
+    "make", [ChannelEquilibrium2d, BatchDecorrelation2d, partial(ChannelEquilibrium2d, pool=2)]
+)
 @pytest.mark.parametrize("training", [True, False])
 def test_second_derivatives(make, layout, training):
+    torch.manual_seed(0)  # weights of some gates amplify rounding tenfold
     block = NormCE2d(nn.BatchNorm2d(20), make(20)).train(training)
     x = images((3, 20, 4, 5), layout)
 
@@ -531,6 +557,13 @@ MUTATIONS = {
         "w1 + i * channels, input,",
     ),
     "the images that went first": ("x + start, moments);", "x, moments);"),
+    "windows have their first value": ("value > most[k] ||", "false ||"),
+    "windows have no sign": ("sign[k] = signs[channel + (rows ? k : 0)];", "sign[k] = 1;"),
+    "windows lose what is not a number": (
+        "value > most[k] || value != value",
+        "value > most[k] || false",
+    ),
+    "all largest values get the gradient": ("is_it ? 0 : rest[k]", "rest[k]"),
     "no shift behind the gate": ("constant[i] + factor * shift[i]", "constant[i]"),
 }
 
@@ -547,6 +580,7 @@ def test_a_mutated_pass_is_noticed(name, monkeypatch, tmp_path, fresh):
     assert cpu.library().missing is None
     red = 0
     for layout in LAYOUTS:
+        red += fails(test_pooling, (2, 70, 7, 9), 2, layout)
         red += sum(fails(test_images_have_gates_of_their_own, side, layout) for side in (9, 210))
         for shape, size in SHAPES[:4]:
             for offset in (0, 1000):

@@ -4,6 +4,7 @@
 //     cenet_map       y = P·(x − m) + d ⊙ (x − m) + c                       `functional.mix`
 //     cenet_gram      Σ g·(x − m)ᵀ and Σ g, the gradients of P, d and c
 //     cenet_folded    a folded layer: measure, gate, map                     `nn.folded`
+//     cenet_pool      the largest value of each window, or its gradient      `max_pool2d`
 //
 // Letters as in `functional`: N images of C channels, G groups of K channels, L pixels. The last
 // group has the remainder of the channels. Everything is float32, and a group of one image is one
@@ -572,6 +573,74 @@ void gram_rows(const Shape& shape, const Task& task, const float* g, const float
   store_row(out.sums + task.image * shape.channels + task.first, sums, size);
 }
 
+struct Windows {
+  int64_t height, width, side;  // of an image, and of a window; those at the border may be partial
+
+  int64_t down() const { return (height + side - 1) / side; }
+  int64_t across() const { return (width + side - 1) / side; }
+  int64_t count() const { return down() * across(); }
+};
+
+// One pixel of each of `count` windows beside each other: the largest value so far, with sign −1 the
+// smallest.
+inline void take_larger(const float* x, int64_t apart, const float* sign, int64_t count,
+                        float* most) {
+  for (int64_t k = 0; k < count; ++k) {
+    const float value = sign[k] * x[k * apart];
+    most[k] = value > most[k] || value != value ? value : most[k];  // NaN stays
+  }
+}
+
+// The gradient of one pixel of each window. `rest` is what the window still has to give: all of its
+// gradient goes to the first of its pixels that has the largest value.
+inline void give_gradient(const float* x, int64_t apart, const float* sign, int64_t count,
+                          const float* most, float* rest, float* gradient) {
+  for (int64_t k = 0; k < count; ++k) {
+    const float value = sign[k] * x[k * apart];
+    const bool is_it = value == most[k] || value != value;
+    gradient[k * apart] = is_it ? rest[k] : 0;
+    rest[k] = is_it ? 0 : rest[k];
+  }
+}
+
+// Pool a group of an image into `pooled`; or, if there is a gradient g of that, write the gradient
+// of x. The windows beside each other are those of a row of a channel, in channels_last those of
+// the channels.
+void pool(const Shape& shape, const Windows& windows, bool rows, const Task& task, const float* x,
+          const float* signs, float* pooled, const float* g, float* gradient) {
+  const int64_t across = windows.across(), count = rows ? task.size : across;
+  const int64_t step = rows ? shape.channels : 1;  // from pixel to pixel
+  const int64_t image = task.image * shape.channels;
+  std::vector<float> sign(count), most(count), rest(count);
+  const auto pool_beside = [&](int64_t channel, int64_t row, int64_t column) {
+    const int64_t top = row * windows.side, left = column * windows.side;
+    const int64_t begin = image * shape.pixels + channel * (rows ? 1 : shape.pixels);
+    const int64_t to = image * windows.count() + channel * (rows ? 1 : windows.count()) +
+                       (row * across + column) * step;
+    for (int64_t k = 0; k < count; ++k) {
+      sign[k] = signs[channel + (rows ? k : 0)];
+      most[k] = g == nullptr ? -std::numeric_limits<float>::infinity() : sign[k] * pooled[to + k];
+      if (g != nullptr) rest[k] = g[to + k];
+    }
+    for (int64_t i = top; i < std::min(top + windows.side, windows.height); ++i)
+      for (int64_t j = left; j < std::min(left + windows.side, windows.width); ++j) {
+        const int64_t at = begin + (i * windows.width + j) * step;
+        const int64_t whole =
+            rows ? count : (windows.width - j + windows.side - 1) / windows.side;
+        const int64_t apart = rows ? 1 : windows.side;
+        if (g == nullptr)
+          take_larger(x + at, apart, sign.data(), whole, most.data());
+        else
+          give_gradient(x + at, apart, sign.data(), whole, most.data(), rest.data(), gradient + at);
+      }
+    for (int64_t k = 0; g == nullptr && k < count; ++k) pooled[to + k] = sign[k] * most[k];
+  };
+  for (int64_t channel = 0; channel < (rows ? 1 : task.size); ++channel)
+    for (int64_t row = 0; row < windows.down(); ++row)
+      for (int64_t column = 0; column < (rows ? across : 1); ++column)
+        pool_beside(task.first + channel, row, column);
+}
+
 // The gate of instance reweighting in deployment, `functional.instance_gate`, for one image.
 struct Gate {
   const float *w1, *norm_weight, *norm_bias, *w2;  // (H, C), (H,), (H,), (C, H)
@@ -639,6 +708,17 @@ void cenet_measure(int64_t images, int64_t channels, int64_t pixels, int64_t gro
   const Moments out{mean, rest, var, inside};
   const auto measure = rows ? measure_rows : measure_planes;
   for_each_task(shape, threads, [&](const Task& task) { measure(shape, task, x, out); });
+}
+
+// without g, `pooled` is written, else `gradient`
+void cenet_pool(int64_t images, int64_t channels, int64_t pixels, int64_t group, int rows,
+                int threads, int64_t height, int64_t width, int64_t side, const float* x,
+                const float* signs, float* pooled, const float* g, float* gradient) {
+  const Shape shape{images, channels, pixels, group};
+  const Windows windows{height, width, side};
+  for_each_task(shape, threads, [&](const Task& task) {
+    pool(shape, windows, rows != 0, task, x, signs, pooled, g, gradient);
+  });
 }
 
 // less, diagonal, constant and residual may be null; a stride of 0 is for values that all images

@@ -8,6 +8,7 @@ on another system than Linux, or inside `cenet.ops.backend("torch")`, nothing is
     measure     mean, variance and second moments of every image
     apply       y = P·(x − m) + d_n ⊙ (x − m) + c_n, with the residual and ReLU behind it
     gram        Σ g·(x − m)ᵀ and Σ g: gradients of P, d and c
+    pool        the largest value of each window; `spread` is its gradient
     folded      a whole layer in deployment: measure, gate, apply
 
 Tensors are contiguous or channels_last, and results keep the layout. They are the same for every
@@ -202,6 +203,35 @@ def gram(g: Tensor, x: Tensor, less: Tensor | None, group_size: int) -> tuple[Te
     return products, sums
 
 
+def pool(x: Tensor, side: int, sign: Tensor) -> Tensor:
+    """The largest value of each window of side × side pixels, as `max_pool2d(ceil_mode=True)`.
+
+    Args:
+        x: images, (N, C, H, W).
+        side: of the windows; those at the border may be partial.
+        sign: ±1 for every channel; of one with −1 the smallest value is taken.
+    """
+    n, channels, height, width = x.shape
+    shape = (n, channels, -(-height // side), -(-width // side))
+    pooled = torch.empty(shape, memory_format=_layout(x))
+    _pool(x, side, sign, pooled, None, None)
+    return pooled
+
+
+def spread(g: Tensor, x: Tensor, side: int, sign: Tensor, pooled: Tensor) -> Tensor:
+    """The gradient of x from the gradient g of `pooled`, the result of `pool`."""
+    gradient = torch.empty_like(x)
+    _pool(x, side, sign, pooled, _like(g, x), gradient)
+    return gradient
+
+
+def _pool(x: Tensor, side: int, sign: Tensor, *others: Tensor | None) -> None:
+    sides = map(ctypes.c_int64, (*x.shape[2:], side))
+    sign = sign.to(x.dtype).contiguous()
+    together = LARGEST_GROUP if _is_in_rows(x) else LARGEST_GROUP_OF_ROWS  # channels of a task
+    library().functions.cenet_pool(*_shape(x, together), *sides, *map(_pointer, (x, sign, *others)))
+
+
 class FoldedLayer(NamedTuple):
     """The tensors of a `FoldedCE2d` in float32: d = share · gate · inv_std + offset."""
 
@@ -262,10 +292,13 @@ def _is_in_rows(x: Tensor) -> bool:
     return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
 
 
+def _layout(x: Tensor) -> torch.memory_format:
+    return torch.channels_last if _is_in_rows(x) else torch.contiguous_format
+
+
 def _like(y: Tensor, x: Tensor) -> Tensor:
     """y in the layout of x."""
-    layout = torch.channels_last if _is_in_rows(x) else torch.contiguous_format
-    return y.contiguous(memory_format=layout)
+    return y.contiguous(memory_format=_layout(x))
 
 
 def _products(x: Tensor, group_size: int) -> Tensor:

@@ -309,10 +309,40 @@ def centered_moments(
 
 def _pooled(x: Tensor, pool: int, sign: Tensor | None) -> Tensor:
     """The largest value of each window; of a channel whose sign is −1, the smallest."""
-    if sign is None or (cpu.can_take(x) and bool((sign > 0).all())):
+    if cpu.can_take(x):
+        sign = x.new_ones(x.shape[1]) if sign is None else sign
+        return cast(Tensor, _Pooled.apply(cpu.dense(x), pool, sign))
+    return _pool(x, pool, sign)
+
+
+def _pool(x: Tensor, pool: int, sign: Tensor | None) -> Tensor:
+    """`_pooled` in plain PyTorch."""
+    if sign is None:
         return max_pool2d(x, pool, ceil_mode=True)
     signs = sign.to(x.dtype)[:, None, None]
     return max_pool2d(signs * x, pool, ceil_mode=True) * signs
+
+
+class _Pooled(torch.autograd.Function):
+    """`_pooled` by a compiled pass; torch's own on a CPU takes longer than all of the layer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, pool: int, sign: Tensor) -> Tensor:
+        pooled = cpu.pool(x, pool, sign)
+        ctx.save_for_backward(x, sign, pooled)
+        ctx.pool = pool
+        return pooled
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        x, sign, pooled = ctx.saved_tensors
+        again = torch.is_grad_enabled()
+        if not again and cpu.can_take(grad):
+            return cpu.spread(grad, x, ctx.pool, sign, pooled), None, None
+        with torch.enable_grad():
+            x = x.view_as(x) if again else x.detach().requires_grad_()
+            y = _pool(x, ctx.pool, sign)
+            return torch.autograd.grad(y, x, grad, create_graph=again)[0], None, None
 
 
 def _centered(x: Tensor, group_size: int | None) -> tuple[Any, ...]:
