@@ -3,7 +3,6 @@
 import json
 from collections import OrderedDict
 from collections.abc import Mapping
-from hashlib import blake2b
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cenet.extras import require
+from cenet.files import digest
 from cenet.nn import ChannelEquilibrium2d, InstanceReweighting2d
 
 RELEASED_KEYS = {
@@ -168,16 +168,6 @@ def load_state_(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     # versions of the layout, which files do not keep and torchvision's MNASNet asks for
     state._metadata = getattr(own, "_metadata", {})  # type: ignore[attr-defined]
     module.load_state_dict(state)
-
-
-def digest(tensors: Mapping[str, Tensor], facts: str) -> str:
-    """A digest of names, types, shapes and bytes."""
-    found = blake2b(facts.encode(), digest_size=32)
-    for name in sorted(tensors):
-        tensor = tensors[name].contiguous()
-        found.update(f"|{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
 
 
 def is_state(state: Any) -> bool:

@@ -1,4 +1,7 @@
-"""Files that others can reach, too: replaced whole, never through a link, and never waited for."""
+"""Files that others can reach, too: replaced whole, never through a link, and never waited for.
+
+Tensors in them have a digest, by which a damaged file is known.
+"""
 
 import errno
 import json
@@ -7,9 +10,13 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from hashlib import blake2b
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import IO, Any
+
+import torch
+from torch import Tensor
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r")  # first characters of formulas in a spreadsheet
 
@@ -174,6 +181,16 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path} cannot be read: it is nested too deeply") from error
     except (OSError, ValueError) as error:  # ValueError: bytes that are not text, or no JSON
         raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def digest(tensors: Mapping[str, Tensor], facts: str) -> str:
+    """A digest of names, types, shapes and bytes."""
+    found = blake2b(facts.encode(), digest_size=32)
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        found.update(f"|{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def harmless(cell: Any) -> Any:

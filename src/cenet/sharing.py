@@ -23,9 +23,9 @@ import torch
 from torch import nn
 
 from cenet.analysis.activations import unwrapped
-from cenet.checkpoints import digest, load_state_, read_state
+from cenet.checkpoints import load_state_, read_state
 from cenet.extras import require
-from cenet.files import check_regular, read_json, replacing
+from cenet.files import check_regular, digest, read_json, replacing
 from cenet.internals import timm_config_writer
 from cenet.nn import ce_layers
 from cenet.run_folder import ABOUT, CONFIG

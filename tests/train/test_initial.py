@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from _training import ALONE, TINY, few_digits, trainer
-from cenet.checkpoints import digest
 from cenet.data.datasets import input_spec_of
+from cenet.files import digest
 from cenet.run_folder import WEIGHTS
 from cenet.train import RECIPES
 from cenet.train.classifier import Trainer

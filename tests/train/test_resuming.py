@@ -38,10 +38,11 @@ from _training import (
     trainer,
     write_digits,
 )
-from cenet.checkpoints import digest, read_state
+from cenet.checkpoints import read_state
 from cenet.data.datasets import image_folders
 from cenet.data.sources import Folder
 from cenet.distributed import Processes
+from cenet.files import digest
 from cenet.run_folder import WEIGHTS, locked
 from cenet.signals import INTERRUPTED, Interrupted, SignalWatch
 from cenet.train import checkpoint

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cenet import functional as F
-from cenet.nn import BatchDecorrelation2d, ChannelEquilibrium2d, ce_layers
+from cenet.nn import BatchDecorrelation2d, ChannelEquilibrium2d
 from cenet.nn.base import EquilibriumLayer
 
 FIRST_LAYERS = 6
@@ -238,18 +238,6 @@ def equivalent_gamma(
 def mixing_ratio(ce: EquilibriumLayer) -> float | None:
     """λ, the share of batch decorrelation; None for a layer of one branch, which has none."""
     return ce.mix.item() if isinstance(ce, ChannelEquilibrium2d) else None
-
-
-@torch.no_grad()
-def mixing_ratios(network: nn.Module) -> dict[str, float]:
-    """λ of every CE layer, by the name of the layer; they leave the device together."""
-    layers = {
-        name: layer for name, layer in ce_layers(network) if isinstance(layer, ChannelEquilibrium2d)
-    }
-    if not layers:
-        return {}
-    values = torch.stack([layer.mix for layer in layers.values()]).tolist()
-    return dict(zip(layers, values, strict=True))
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from typing_extensions import override
 from cenet import functional as F
 from cenet.nn.base import (
     EquilibriumLayer,
+    ce_layers,
     check,
     check_counts,
     check_momentum,
@@ -147,6 +148,18 @@ class ChannelEquilibrium2d(EquilibriumLayer):
     def extra_repr(self) -> str:
         """Channels; the branches say the rest."""
         return f"{self.num_features}" + self.mode_repr()
+
+
+@torch.no_grad()
+def mixing_ratios(network: nn.Module) -> dict[str, float]:
+    """λ of every CE layer, by the name of the layer; they leave the device together."""
+    layers = {
+        name: layer for name, layer in ce_layers(network) if isinstance(layer, ChannelEquilibrium2d)
+    }
+    if not layers:
+        return {}
+    values = torch.stack([layer.mix for layer in layers.values()]).tolist()
+    return dict(zip(layers, values, strict=True))
 
 
 class BatchDecorrelation2d(EquilibriumLayer):

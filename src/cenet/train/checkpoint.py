@@ -21,8 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cenet.checkpoints import digest
-from cenet.files import check_regular, replacing
+from cenet.files import check_regular, digest, replacing
 from cenet.internals import copy_each
 
 Metadata = dict[str, Any]

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from cenet import ops
-from cenet.analysis.channels import mixing_ratios
 from cenet.analysis.monitor import Monitor
 from cenet.data.datasets import Encoded, InputSpec, Split, digest, input_spec_of
 from cenet.data.loaders import training_loader
@@ -20,6 +19,7 @@ from cenet.data.order import seed_of
 from cenet.distributed import Processes
 from cenet.formatting import percent
 from cenet.nn import ce_layers
+from cenet.nn.equilibrium import mixing_ratios
 from cenet.run_folder import CONFIG, LAMBDA
 from cenet.surgery import ce_settings
 from cenet.train.build import (

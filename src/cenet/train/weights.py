@@ -12,10 +12,10 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 import cenet.train.checkpoint as checkpoint
-from cenet.checkpoints import SHOWN, digest, load_state_, read_state
+from cenet.checkpoints import SHOWN, load_state_, read_state
 from cenet.data.datasets import InputSpec
 from cenet.data.views import TEST_CROP
-from cenet.files import read_json, replace_file, replacing
+from cenet.files import digest, read_json, replace_file, replacing
 from cenet.internals import timm_config_writer
 from cenet.models import create_model
 from cenet.models.lookup import (
