@@ -97,7 +97,6 @@ def test_mapping(shape, size, layout):
                     expected = expected + d_.double()[:, :, None, None] * values
                 if c_ is not None:
                     expected = expected + c_.double()[:, :, None, None]
-                before = expected
                 if add:
                     expected = expected + residual.double()
                 if relu:
@@ -106,12 +105,67 @@ def test_mapping(shape, size, layout):
                 y = cpu.apply(x, P, d_, c_, residual=residual if add else None, **options)
                 assert y.stride() == x.stride()
                 assert_close("y", y, expected, 1e-6)
-            onto = residual.contiguous(memory_format=layout).clone(
-                memory_format=torch.preserve_format
-            )
-            y = cpu.apply(x, P, d_, c_, less=less, transposed=True, onto=onto)
-            assert y is onto
-            assert_close("onto", y, before + residual.double(), 1e-6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize(("shape", "size"), SHAPES, ids=str)
+def test_the_gradient_through_map_and_moments(shape, size, layout):
+    if size > 16 and layout == torch.channels_last:
+        return
+    n, channels = shape[:2]
+    x, g = images(shape, layout, 100), images(shape, seed=1)  # of another layout
+    P, Q = (images((F.num_groups(channels, size), size, size), seed=seed) for seed in (2, 3))
+    d, e, f = (images((n, channels), seed=seed) for seed in (4, 5, 6))
+    less = x.mean((2, 3))
+
+    def times(matrix, factors, values):
+        product = (matrix.double() @ groups_of(values, size)).flatten(1, 2)[:, :channels]
+        return product.reshape(shape) + factors.double()[:, :, None, None] * values
+
+    centered = x.double() - less.double()[:, :, None, None]
+    for Q_ in (Q, None):
+        for d_ in (d, d[:1], None):
+            of_map = times(P.mT, torch.zeros(1, channels) if d_ is None else d_, g.double())
+            of_moments = times(torch.zeros_like(P) if Q_ is None else Q_, e, centered)
+            y = cpu.gradient(g, P, d_, x, Q_, e, f, less)
+            assert y.stride() == x.stride()
+            expected = of_map + of_moments + f.double()[:, :, None, None]
+            assert_close("gradient", y, expected, 1e-6)
+
+
+@pytest.mark.parametrize(("channels", "size"), [(40, 16), (16, 16), (23, 7), (1, 1), (70, 64)])
+@pytest.mark.parametrize("steps", [1, 2, 3, 9])
+def test_newton_s_iteration(channels, size, steps):
+    """Against the printed iteration in float64, and its gradients by autograd."""
+    spread = groups_of(images((5, channels, 4, 4)), size)
+    cov = (spread @ spread.mT).mean(0).float() / 16
+    scale = images((channels,), seed=1).exp() * images((channels,), seed=2).sign()
+    g = images(cov.shape, seed=3)
+    exact_cov, exact_scale = (value.double().requires_grad_() for value in (cov, scale))
+    ridge, floor = 0.05, 1e-3  # large enough to be seen
+    expected = []
+    for number, start in enumerate(range(0, channels, size)):
+        valid = min(size, channels - start)
+        own = exact_scale[start : start + valid]
+        sigma = exact_cov[number, :valid, :valid] * own[:, None] * own
+        added = ridge * sigma.trace() / valid + floor
+        sigma = sigma + added * torch.eye(valid, dtype=torch.float64)
+        sigma = sigma / sigma.trace()
+        iterate = torch.eye(valid, dtype=torch.float64)
+        for _ in range(steps):
+            iterate = 1.5 * iterate - 0.5 * iterate @ iterate @ iterate @ sigma
+        expected.append(torch.block_diag(iterate, torch.eye(size - valid)))
+    expected = torch.stack(expected)
+    expected.backward(g.double())
+    W = cpu.newton(cov, scale, steps, ridge, floor)
+    gradients = cpu.newton_gradients(g, cov, scale, steps, ridge, floor)
+    tolerance = 2e-5 if steps == 9 else 2e-6
+    assert_close("W", W, expected, tolerance)
+    for name, own, exact in zip(("cov", "scale"), gradients, (exact_cov, exact_scale), strict=True):
+        if channels == 1:  # Σ / tr Σ is 1, whatever Σ is
+            assert own.abs().max() <= 1e-6
+        else:
+            assert_close(name, own, exact.grad, 10 * tolerance)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["contiguous", "channels_last"])
@@ -198,7 +252,7 @@ def never(*_, **__):
 @pytest.fixture
 def no_passes(monkeypatch):
     """A test in which a compiled pass must not be called."""
-    for name in ("measure", "apply", "gram", "pool", "spread"):
+    for name in ("measure", "apply", "gram", "gradient", "pool", "spread", "newton"):
         monkeypatch.setattr(cpu, name, never)
 
 
@@ -254,7 +308,7 @@ def test_gradients_of_a_forward_pass_with_them_where_they_cannot_be_used(monkeyp
     expected = outcome(copy.deepcopy(block), x, upstream)
     x.requires_grad_()
     y = block(x)
-    for name in ("measure", "apply", "gram", "pool", "spread"):
+    for name in ("measure", "apply", "gram", "gradient", "pool", "spread", "newton"):
         monkeypatch.setattr(cpu, name, never)
     with Count():
         y.backward(upstream)
@@ -285,6 +339,80 @@ def test_second_derivatives(make, layout, training):
     exact = second(copy.deepcopy(block).double(), x.double())
     for a, b in zip(second(block, x), exact, strict=True):
         assert_close("second derivative", a, b, 2e-4)
+
+
+def test_decorrelation_uses_the_compiled_iteration(monkeypatch):
+    monkeypatch.setattr(cpu, "newton", never)
+    cov, scale = torch.eye(16)[None], torch.ones(16)
+    with pytest.raises(AssertionError, match="a compiled pass"):
+        F.decorrelation(cov, scale)
+    with ops.backend("torch"):
+        F.decorrelation(cov, scale)
+    F.decorrelation(cov.double(), scale.double())
+    F.decorrelation(torch.eye(65)[None], torch.ones(65))
+    torch.func.grad(lambda scale: F.decorrelation(cov, scale).sum())(scale)
+
+
+def test_map_and_moments_have_one_gradient_pass(monkeypatch):
+    block = NormCE2d(nn.BatchNorm2d(24), ChannelEquilibrium2d(24))
+    y = block(images((3, 24, 4, 5)).requires_grad_())
+    monkeypatch.setattr(cpu, "apply", never)
+    calls = []
+    gradient = cpu.gradient
+    monkeypatch.setattr(cpu, "gradient", lambda *given: calls.append(1) or gradient(*given))
+    y.sum().backward()
+    assert len(calls) == 1
+
+
+def mapped_by(measured, seed=2):
+    """Arguments of `mix` that depend on the moments."""
+    moments, centered = measured
+    P = images((2, 16, 16), seed=seed) + moments.cov
+    d = images((3, 24), seed=seed + 1) * moments.var
+    c = moments.mean * (d if centered.offset is None else d + centered.offset)
+    return centered.values, P, d, c, centered.less, centered.meeting
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "once",
+        "twice",
+        "two passes",
+        "after a second derivative",
+        "a second derivative after those of P",
+    ],
+)
+def test_gradients_meet_only_where_images_are_mapped_once(how):
+    gradients = []
+    for dtype in (torch.float32, torch.float64):
+        x = images((3, 24, 4, 5)).to(dtype).requires_grad_()
+        measured = F.centered_moments(x)
+        given = mapped_by(measured)
+        y = F.mix(*given).square().sum()
+        if how == "twice":
+            y = y + F.mix(*mapped_by(measured, seed=5)).square().sum()
+        if how == "two passes":
+            y.backward(retain_graph=True)
+        if how == "a second derivative after those of P":
+            torch.autograd.grad(y, given[1], retain_graph=True)
+        if how in ("after a second derivative", "a second derivative after those of P"):
+            (first,) = torch.autograd.grad(y, x, create_graph=True)
+            y = y + (first * first.detach().sin()).sum()
+        y.backward()
+        gradients.append(x.grad)
+    assert_close("gradient", *gradients, 1e-5)
+
+
+def test_gradients_of_parameters_alone_leave_nothing_behind():
+    block = NormCE2d(nn.BatchNorm2d(24), ChannelEquilibrium2d(24))
+    x = images((3, 24, 4, 5)).requires_grad_()
+    y = block(x).square().sum()
+    torch.autograd.grad(y, list(block.parameters()), retain_graph=True)
+    (found,) = torch.autograd.grad(y, x)
+    exact, x = copy.deepcopy(block).double(), x.detach().double().requires_grad_()
+    exact(x).square().sum().backward()
+    assert_close("gradient", found, x.grad, 1e-5)
 
 
 def test_gradients_of_some_inputs_only():
@@ -532,7 +660,7 @@ MUTATIONS = {
     ),
     "the mean is not merged": ("mean[i] += apart * (pixels / whole);", "mean[i] = center[i];"),
     "the last tile is not filled up": ("std::fill(to + pixels, to + end, 0.0f);", ""),
-    "P is never transposed": ("transposed ? own[j * K + i]", "false ? own[j * K + i]"),
+    "P is never transposed": ("? own[j * K + i]", "? own[i * K + j]"),
     "d of the first image for all": (
         "diagonal + task.image * diagonal_stride",
         "diagonal + 0 * diagonal_stride",
@@ -544,10 +672,32 @@ MUTATIONS = {
     "the residual of rows is left out": ("value += load_row(map.residual", "load_row(map.residual"),
     "relu of planes is left out": ("if (map.relu) value =", "if (false) value ="),
     "relu of remainders is left out": ("y[at + lane] = map.relu && v < 0", "y[at + lane] = false"),
-    "nothing is added to": (
-        "value += load(y + at)",
-        "value += 0.0f * load(y + at)",
+    "the residual of planes is left out": ("value += load(map.residual", "load(map.residual"),
+    "one product of a gradient for planes": (
+        "k < TERMS; ++k)\n          for (int j",
+        "k < 1; ++k)\n          for (int j",
     ),
+    "one product of a gradient for rows": (
+        "k < TERMS; ++k) {\n      const float* from",
+        "k < 1; ++k) {\n      const float* from",
+    ),
+    "P of a gradient is not transposed": ("0, d_stride, true}", "0, d_stride, false}"),
+    "images of a gradient are not centered": (
+        "{x, less, Q, e, less_stride",
+        "{x, nullptr, Q, e, less_stride",
+    ),
+    "a step of Newton too few": (
+        "t < steps; ++t) {\n      square",
+        "t < steps - 1; ++t) {\n      square",
+    ),
+    "no ridge": ("ridge * square.trace(sigma()) / size + floor", "floor"),
+    "no gradient of the ridge": ("ridge * square.trace(gY) / size", "0 * square.trace(gY)"),
+    "no gradient of the trace": ("inner / (2 * trace) / trace", "0 * inner"),
+    "no gradient through S": ("square.multiply(gS, turned, before, true);", ""),
+    "no gradient through Z": ("square.multiply_transposed(Z(t - 1), gS, gY, true);", ""),
+    "no gradient through Y": ("square.multiply_transposed(Y(t - 1), gY, gS_before);", ""),
+    "half the gradient of scale": ("+ gY[j * wide + i] * cov[j * row + i]", ""),
+    "padding of W is zero": (": i == j;", ": 0;"),
     "the gate has no relu": ("hidden[i] = value < 0 ? 0 : value;", "hidden[i] = value;"),
     "the gate has no bias": ("+ gate.norm_bias[i]", ""),
     "the gate's norm has no mean": ("(hidden[i] - mean) * rstd", "hidden[i] * rstd"),
@@ -587,6 +737,8 @@ def test_a_mutated_pass_is_noticed(name, monkeypatch, tmp_path, fresh):
                 red += fails(test_measuring, shape, size, offset, layout)
             red += fails(test_mapping, shape, size, layout)
             red += fails(test_products_of_gradients, shape, size, layout)
+            red += fails(test_the_gradient_through_map_and_moments, shape, size, layout)
+    red += fails(test_newton_s_iteration, 23, 7, 3)
     assert red
 
 

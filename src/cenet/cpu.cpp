@@ -3,6 +3,9 @@
 //     cenet_measure   mean, variance and second moments of every image     `functional.moments`
 //     cenet_map       y = P·(x − m) + d ⊙ (x − m) + c                       `functional.mix`
 //     cenet_gram      Σ g·(x − m)ᵀ and Σ g, the gradients of P, d and c
+//     cenet_gradient  that of x, through the map and through the moments
+//     cenet_newton    W of every group from its covariance           `functional.decorrelation`
+//     cenet_newton_gradient    the gradients of covariance and scale
 //     cenet_folded    a folded layer: measure, gate, map                     `nn.folded`
 //     cenet_pool      the largest value of each window, or its gradient      `max_pool2d`
 //
@@ -43,6 +46,7 @@ constexpr int ROW = 16;    // channels of a group in channels_last
 constexpr int PARTS = ROW / LANES;  // registers that they take
 constexpr int LARGEST = 64;  // channels of a group
 constexpr int64_t SMALL = 1 << 14;  // values of a map for which waking other threads takes longer
+constexpr int64_t FEW_GROUPS = 8;   // groups for which it takes longer
 constexpr int64_t CACHED = 1 << 20;  // values of images that are still in the cache when mapped
 
 typedef float Vector __attribute__((vector_size(4 * LANES)));
@@ -381,69 +385,84 @@ void measure_rows(const Shape& shape, const Task& task, const float* x, const Mo
   finish_moments(shape, task, merged, products, out);
 }
 
-struct Map {
-  const float *less, *matrix, *diagonal, *constant, *residual;
-  int64_t less_stride, diagonal_stride, constant_stride;  // from image to image
-  bool transposed, relu, accumulate;
-
-  bool is_plain() const { return !accumulate && !relu && residual == nullptr; }
+// P·(x − m) + d ⊙ (x − m), a product that a map adds up.
+struct Term {
+  const float *x, *less, *matrix, *diagonal;
+  int64_t less_stride, diagonal_stride;  // from image to image
+  bool transposed;
 
   // P + Diag(d) of a group of an image, (K, K) with rows of LARGEST
   void load_operator(const Shape& shape, const Task& task, float (*to)[LARGEST]) const {
     const int64_t K = shape.group;
-    const float* own = matrix + task.group * K * K;
+    const float* own = matrix == nullptr ? nullptr : matrix + task.group * K * K;
     for (int i = 0; i < padded(task.size); ++i)
       for (int j = 0; j < task.size; ++j)
-        to[i][j] = i >= task.size ? 0 : transposed ? own[j * K + i] : own[i * K + j];
+        to[i][j] = i >= task.size || own == nullptr ? 0
+                   : transposed                     ? own[j * K + i]
+                                                    : own[i * K + j];
     if (diagonal == nullptr) return;
     const float* d = diagonal + task.image * diagonal_stride + task.first;
     for (int i = 0; i < task.size; ++i) to[i][i] += d[i];
   }
 };
 
-// y = value + residual, activated; or y += value. Of a vector, `size` values.
-inline void finish_map(const Map& map, Vector value, int64_t at, int size, float* y) {
+template <int TERMS>
+struct Map {
+  Term terms[TERMS];
+  const float *constant, *residual;  // residual may be the result itself
+  int64_t constant_stride;
+  bool relu;
+
+  bool is_plain() const { return !relu && residual == nullptr; }
+};
+
+// y = value + residual, activated. Of a vector, `size` values.
+template <int TERMS>
+void finish_map(const Map<TERMS>& map, Vector value, int64_t at, int size, float* y) {
   if (size < LANES) {
     float lanes[LANES];
     store(lanes, value);
     for (int lane = 0; lane < size; ++lane) {
       float v = lanes[lane];
-      if (map.accumulate) v += y[at + lane];
       if (map.residual != nullptr) v += map.residual[at + lane];
       y[at + lane] = map.relu && v < 0 ? 0 : v;
     }
     return;
   }
-  if (map.accumulate) value += load(y + at);
   if (map.residual != nullptr) value += load(map.residual + at);
   if (map.relu) value = value < Vector{} ? Vector{} : value;
   store(y + at, value);
 }
 
-void map_planes(const Shape& shape, const Task& task, const float* x, const Map& map, float* y) {
-  alignas(64) Planes tile;
-  float matrix[LARGEST][LARGEST], less[LARGEST], constant[LARGEST];
-  map.load_operator(shape, task, matrix);
-  load_values(task, map.less, map.less_stride, less);
+template <int TERMS>
+void map_planes(const Shape& shape, const Task& task, const Map<TERMS>& map, float* y) {
+  alignas(64) Planes tiles[TERMS];
+  float matrices[TERMS][LARGEST][LARGEST], less[TERMS][LARGEST], constant[LARGEST];
+  for (int k = 0; k < TERMS; ++k) {
+    map.terms[k].load_operator(shape, task, matrices[k]);
+    load_values(task, map.terms[k].less, map.terms[k].less_stride, less[k]);
+  }
   load_values(task, map.constant, map.constant_stride, constant);
   const bool plain = map.is_plain();
   const int64_t start = (task.image * shape.channels + task.first) * shape.pixels;
   for (int64_t begin = 0; begin < shape.pixels; begin += TILE) {
     const int pixels = static_cast<int>(std::min<int64_t>(TILE, shape.pixels - begin));
     const int64_t here = start + begin;
-    for (int j = 0; j < task.size; ++j)
-      copy_plane(tile[j], x + here + j * shape.pixels, less[j], pixels);
+    for (int k = 0; k < TERMS; ++k)
+      for (int j = 0; j < task.size; ++j)
+        copy_plane(tiles[k][j], map.terms[k].x + here + j * shape.pixels, less[k][j], pixels);
     for (int i = 0; i < task.size; i += TALL)
       for (int v = 0; v < vectors(pixels); v += WIDE) {
         Block<TALL, WIDE> block;
         unrolled<TALL>([&](auto t) {
           unrolled<WIDE>([&](auto w) { block.at[t][w] = Vector{} + constant[i + t]; });
         });
-        for (int j = 0; j < task.size; ++j) {
-          Vector right[WIDE];
-          unrolled<WIDE>([&](auto w) { right[w] = load(tile[j] + (v + w) * LANES); });
-          block.add([&](auto t) { return matrix[i + t][j]; }, right);
-        }
+        for (int k = 0; k < TERMS; ++k)
+          for (int j = 0; j < task.size; ++j) {
+            Vector right[WIDE];
+            unrolled<WIDE>([&](auto w) { right[w] = load(tiles[k][j] + (v + w) * LANES); });
+            block.add([&](auto t) { return matrices[k][i + t][j]; }, right);
+          }
         const int64_t at = here + i * shape.pixels + v * LANES;
         if (plain && i + TALL <= task.size && (v + WIDE) * LANES <= pixels) {
           unrolled<TALL>([&](auto t) {
@@ -466,42 +485,47 @@ void map_planes(const Shape& shape, const Task& task, const float* x, const Map&
   }
 }
 
-void map_rows(const Shape& shape, const Task& task, const float* x, const Map& map, float* y) {
-  float matrix[LARGEST][LARGEST], less[LARGEST], constant[LARGEST];
-  map.load_operator(shape, task, matrix);
-  load_values(task, map.less, map.less_stride, less);
-  load_values(task, map.constant, map.constant_stride, constant);
-  float transposed[ROW][ROW] = {};
-  for (int i = 0; i < task.size; ++i)
-    for (int j = 0; j < task.size; ++j) transposed[j][i] = matrix[i][j];
-  Row columns[ROW];
-  for (int j = 0; j < ROW; ++j) columns[j] = load_row(transposed[j]);
-  const Row minus = load_row(less), plus = load_row(constant);
+template <int TERMS>
+void map_rows(const Shape& shape, const Task& task, const Map<TERMS>& map, float* y) {
+  float matrix[LARGEST][LARGEST], values[LARGEST];
+  Row columns[TERMS][ROW], minus[TERMS];
+  for (int k = 0; k < TERMS; ++k) {
+    map.terms[k].load_operator(shape, task, matrix);
+    for (int j = 0; j < ROW; ++j) {
+      float column[ROW] = {};
+      for (int i = 0; j < task.size && i < task.size; ++i) column[i] = matrix[i][j];
+      columns[k][j] = load_row(column);
+    }
+    load_values(task, map.terms[k].less, map.terms[k].less_stride, values);
+    minus[k] = load_row(values);
+  }
+  load_values(task, map.constant, map.constant_stride, values);
+  const Row plus = load_row(values);
   const int64_t start = task.image * shape.channels * shape.pixels + task.first;
-  const bool plain = map.is_plain();
-  alignas(64) float rows[TOGETHER][ROW] = {};
+  alignas(64) float rows[TERMS][TOGETHER][ROW] = {};
   for (int64_t begin = 0; begin < shape.pixels; begin += TOGETHER) {
     const int pixels = static_cast<int>(std::min<int64_t>(TOGETHER, shape.pixels - begin));
     const int64_t here = start + begin * shape.channels;
-    for (int p = 0; p < pixels; ++p)
-      store_row(rows[p], load_row(x + here + p * shape.channels, task.size) - minus);
     Block<TOGETHER, PARTS> block;
     unrolled<TOGETHER>([&](auto p) {
       unrolled<PARTS>([&](auto i) { block.at[p][i] = plus.part[i]; });
     });
-    for (int j = 0; j < ROW; ++j) block.add([&](auto p) { return rows[p][j]; }, columns[j].part);
-    float values[TOGETHER][ROW];
+    for (int k = 0; k < TERMS; ++k) {
+      const float* from = map.terms[k].x + here;
+      for (int p = 0; p < pixels; ++p)
+        store_row(rows[k][p], load_row(from + p * shape.channels, task.size) - minus[k]);
+      for (int j = 0; j < ROW; ++j)
+        block.add([&](auto p) { return rows[k][p][j]; }, columns[k][j].part);
+    }
+    float mapped[TOGETHER][ROW];
     unrolled<TOGETHER>([&](auto p) {
-      unrolled<PARTS>([&](auto i) { store(values[p] + i * LANES, block.at[p][i]); });
+      unrolled<PARTS>([&](auto i) { store(mapped[p] + i * LANES, block.at[p][i]); });
     });
     for (int p = 0; p < pixels; ++p) {
       const int64_t at = here + p * shape.channels;
-      Row value = load_row(values[p]);
-      if (!plain) {
-        if (map.accumulate) value += load_row(y + at, task.size);
-        if (map.residual != nullptr) value += load_row(map.residual + at, task.size);
-        if (map.relu) value = positive(value);
-      }
+      Row value = load_row(mapped[p]);
+      if (map.residual != nullptr) value += load_row(map.residual + at, task.size);
+      if (map.relu) value = positive(value);
       store_row(y + at, value, task.size);
     }
   }
@@ -571,6 +595,149 @@ void gram_rows(const Shape& shape, const Task& task, const float* g, const float
   std::fill(products, products + K * K, 0.0f);
   for (int i = 0; i < size; ++i) store_row(products + i * K, totals[i], size);
   store_row(out.sums + task.image * shape.channels + task.first, sums, size);
+}
+
+// Products of the K×K matrices of a group, whose rows have `wide` values.
+struct Square {
+  int size, wide;
+
+  explicit Square(int size) : size(size), wide(vectors(size) * LANES) {}
+
+  int values() const { return size * wide; }
+
+  // c = a·b, or c += a·b
+  void multiply(const float* a, const float* b, float* c, bool add = false) const {
+    product([&](int i, int k) { return a[i * wide + k]; }, b, c, add);
+  }
+
+  // c = aᵀ·b, or c += aᵀ·b
+  void multiply_transposed(const float* a, const float* b, float* c, bool add = false) const {
+    product([&](int i, int k) { return a[k * wide + i]; }, b, c, add);
+  }
+
+  void transpose(const float* a, float* to) const {
+    for (int i = 0; i < size; ++i)
+      for (int j = 0; j < size; ++j) to[j * wide + i] = a[i * wide + j];
+  }
+
+  float trace(const float* a) const {
+    float total = 0;
+    for (int i = 0; i < size; ++i) total += a[i * wide + i];
+    return total;
+  }
+
+  void add_to_diagonal(float* a, float value) const {
+    for (int i = 0; i < size; ++i) a[i * wide + i] += value;
+  }
+
+ private:
+  template <typename Left>
+  void product(const Left& left, const float* b, float* c, bool add) const {
+    for (int i = 0; i < size; ++i)
+      for (int v = 0; v < wide; v += LANES) {
+        Vector total = add ? load(c + i * wide + v) : Vector{};
+        for (int k = 0; k < size; ++k) total += left(i, k) * load(b + k * wide + v);
+        store(c + i * wide + v, total);
+      }
+  }
+};
+
+// Eq. Newtoniter of one group in the coupled form of `functional.newton_inverse_sqrt`, with what
+// its steps leave for the gradients:
+//
+//     Y_0 = −Σ / (2 tr Σ),  Y_t = Y_{t−1}·S_{t−1};  S_t = 1.5 I + Z_{t−1}·Y_t;  Z_t = S_t·Z_{t−1}
+//
+// where Z_{−1} = I: S_0 = Z_0 = 1.5 I + Y_0.
+struct Newton {
+  int steps;
+  float ridge, floor;  // of Σ + (ridge · tr Σ / K + floor) · I
+  Square square;
+  std::vector<float> memory;  // (steps, 3, K, K), then Σ and six more
+  float trace = 0;
+
+  Newton(int steps, int size, float ridge, float floor)
+      : steps(steps), ridge(ridge), floor(floor), square(size),
+        memory((3 * steps + 7) * square.values()) {}
+
+  float* Y(int t) { return part(3 * t); }
+  float* S(int t) { return part(3 * t + 1); }
+  float* Z(int t) { return part(3 * t + 2); }
+  float* sigma() { return part(3 * steps); }
+
+  void forward(const float* cov, int64_t row, const float* scale) {
+    const int size = square.size, wide = square.wide;
+    for (int i = 0; i < size; ++i)
+      for (int j = 0; j < size; ++j)
+        sigma()[i * wide + j] = cov[i * row + j] * scale[i] * scale[j];
+    square.add_to_diagonal(sigma(), ridge * square.trace(sigma()) / size + floor);
+    trace = square.trace(sigma());
+    for (int i = 0; i < square.values(); ++i) S(0)[i] = Y(0)[i] = sigma()[i] / (-2 * trace);
+    square.add_to_diagonal(S(0), 1.5f);
+    std::copy(S(0), S(0) + square.values(), Z(0));
+    for (int t = 1; t < steps; ++t) {
+      square.multiply(Y(t - 1), S(t - 1), Y(t));
+      square.multiply(Z(t - 1), Y(t), S(t));
+      square.add_to_diagonal(S(t), 1.5f);
+      square.multiply(S(t), Z(t - 1), Z(t));
+    }
+  }
+
+  // After `forward`: the gradients of cov and scale from that of W.
+  void backward(const float* g, const float* cov, int64_t row, const float* scale, float* g_cov,
+                float* g_scale) {
+    const int size = square.size, wide = square.wide;
+    float *gZ = part(3 * steps + 1), *gS = part(3 * steps + 2), *gY = part(3 * steps + 3);
+    float *before = part(3 * steps + 4), *turned = part(3 * steps + 5);
+    float* gS_before = part(3 * steps + 6);
+    std::fill(gZ, gZ + 6 * square.values(), 0.0f);
+    for (int i = 0; i < size; ++i) std::copy(g + i * row, g + i * row + size, gZ + i * wide);
+    for (int t = steps - 1; t > 0; --t) {
+      square.transpose(Z(t - 1), turned);
+      square.multiply(gZ, turned, gS, true);
+      square.multiply_transposed(S(t), gZ, before);
+      square.transpose(Y(t), turned);
+      square.multiply(gS, turned, before, true);
+      square.multiply_transposed(Z(t - 1), gS, gY, true);
+      square.multiply_transposed(Y(t - 1), gY, gS_before);
+      std::swap(gZ, before);
+      square.transpose(S(t - 1), turned);
+      square.multiply(gY, turned, before);
+      std::swap(gY, before);
+      std::swap(gS, gS_before);
+    }
+    for (int i = 0; i < square.values(); ++i) gY[i] += gZ[i] + gS[i];
+    // Y_0 = −Σ / (2 tr Σ), and Σ has a ridge
+    float inner = 0;
+    for (int i = 0; i < size; ++i)
+      for (int j = 0; j < size; ++j) inner += gY[i * wide + j] * sigma()[i * wide + j];
+    for (int i = 0; i < square.values(); ++i) gY[i] /= -2 * trace;
+    square.add_to_diagonal(gY, inner / (2 * trace) / trace);
+    square.add_to_diagonal(gY, ridge * square.trace(gY) / size);
+    for (int i = 0; i < size; ++i) {
+      float total = 0;
+      for (int j = 0; j < size; ++j) {
+        const float own = gY[i * wide + j];
+        g_cov[i * row + j] = own * scale[i] * scale[j];
+        total += (own * cov[i * row + j] + gY[j * wide + i] * cov[j * row + i]) * scale[j];
+      }
+      g_scale[i] = total;
+    }
+  }
+
+ private:
+  float* part(int number) { return memory.data() + number * square.values(); }
+};
+
+// each(task, newton) for the groups of an image, all that there is
+template <typename Each>
+void for_each_group(const Shape& shape, int threads, int steps, float ridge, float floor,
+                    const Each& each) {
+#pragma omp parallel for num_threads(threads) if (shape.groups() > FEW_GROUPS)
+  for (int64_t number = 0; number < shape.groups(); ++number) {
+    const Task task(shape, number);
+    Newton newton(steps, task.size, ridge, floor);
+    each(task, newton);
+  }
 }
 
 struct Windows {
@@ -727,13 +894,53 @@ void cenet_map(int64_t images, int64_t channels, int64_t pixels, int64_t group, 
                int threads, const float* x, const float* less, int64_t less_stride,
                const float* matrix, int transposed, const float* diagonal, int64_t diagonal_stride,
                const float* constant, int64_t constant_stride, const float* residual, int relu,
-               int accumulate, float* y) {
+               float* y) {
   const Shape shape{images, channels, pixels, group};
-  const Map map{less,            matrix,          diagonal,        constant,     residual,
-                less_stride,     diagonal_stride, constant_stride, transposed != 0,
-                relu != 0,       accumulate != 0};
-  const auto apply = rows ? map_rows : map_planes;
-  for_each_task(shape, threads, [&](const Task& task) { apply(shape, task, x, map, y); });
+  const Term term{x, less, matrix, diagonal, less_stride, diagonal_stride, transposed != 0};
+  const Map<1> map{{term}, constant, residual, constant_stride, relu != 0};
+  const auto apply = rows ? map_rows<1> : map_planes<1>;
+  for_each_task(shape, threads, [&](const Task& task) { apply(shape, task, map, y); });
+}
+
+// y = Pᵀ·g + d ⊙ g + Q·(x − m) + e ⊙ (x − m) + f; d and matrix Q may be null
+void cenet_gradient(int64_t images, int64_t channels, int64_t pixels, int64_t group, int rows,
+                    int threads, const float* g, const float* P, const float* d, int64_t d_stride,
+                    const float* x, const float* less, int64_t less_stride, const float* Q,
+                    const float* e, int64_t e_stride, const float* f, int64_t f_stride, float* y) {
+  const Shape shape{images, channels, pixels, group};
+  const Map<2> map{{{g, nullptr, P, d, 0, d_stride, true},
+                    {x, less, Q, e, less_stride, e_stride, false}},
+                   f, nullptr, f_stride, false};
+  const auto apply = rows ? map_rows<2> : map_planes<2>;
+  for_each_task(shape, threads, [&](const Task& task) { apply(shape, task, map, y); });
+}
+
+// cov and W: (G, K, K); in the padding of the last group W is the identity
+void cenet_newton(int64_t channels, int64_t group, int threads, int steps, float ridge,
+                  float floor, const float* cov, const float* scale, float* W) {
+  const Shape shape{1, channels, 1, group};
+  for_each_group(shape, threads, steps, ridge, floor, [&](const Task& task, Newton& newton) {
+    const int64_t start = task.group * group * group;
+    newton.forward(cov + start, group, scale + task.first);
+    for (int i = 0; i < group; ++i)
+      for (int j = 0; j < group; ++j)
+        W[start + i * group + j] = i < task.size && j < task.size
+                                       ? newton.Z(steps - 1)[i * newton.square.wide + j]
+                                       : i == j;
+  });
+}
+
+void cenet_newton_gradient(int64_t channels, int64_t group, int threads, int steps, float ridge,
+                           float floor, const float* cov, const float* scale, const float* g,
+                           float* g_cov, float* g_scale) {
+  const Shape shape{1, channels, 1, group};
+  for_each_group(shape, threads, steps, ridge, floor, [&](const Task& task, Newton& newton) {
+    const int64_t start = task.group * group * group;
+    std::fill(g_cov + start, g_cov + start + group * group, 0.0f);
+    newton.forward(cov + start, group, scale + task.first);
+    newton.backward(g + start, cov + start, group, scale + task.first, g_cov + start,
+                    g_scale + task.first);
+  });
 }
 
 // A few images at a time are measured, gated and mapped, while they are in the cache.
@@ -747,7 +954,7 @@ void cenet_folded(int64_t images, int64_t channels, int64_t pixels, int64_t grou
                   offset, shift,      constant,  hidden_size, norm_eps, largest};
   const Shape all{images, channels, pixels, group};
   const auto measure = rows ? measure_rows : measure_planes;
-  const auto apply = rows ? map_rows : map_planes;
+  const auto apply = rows ? map_rows<1> : map_planes<1>;
   const int64_t together = std::clamp<int64_t>(CACHED / (channels * pixels), 1, images);
   std::vector<float> values(together * (6 * channels + hidden_size));
   const auto part = [&](int64_t number) { return values.data() + number * together * channels; };
@@ -761,8 +968,9 @@ void cenet_folded(int64_t images, int64_t channels, int64_t pixels, int64_t grou
     const Shape some{count, channels, pixels, group};
     // a group of 16 channels is measured at a time, whatever the groups of the matrix
     const Shape measured{count, channels, pixels, rows ? ROW : group};
-    const Map map{nullptr, matrix,   d,        c, residual == nullptr ? nullptr : residual + start,
-                  0,       channels, channels, false, relu != 0, false};
+    const Term term{x + start, nullptr, matrix, d, 0, channels, false};
+    const Map<1> map{
+        {term}, c, residual == nullptr ? nullptr : residual + start, channels, relu != 0};
 #pragma omp for
     for (int64_t task = 0; task < measured.tasks(); ++task)
       measure(measured, Task(measured, task), x + start, moments);
@@ -785,7 +993,7 @@ void cenet_folded(int64_t images, int64_t channels, int64_t pixels, int64_t grou
       }
 #pragma omp for
     for (int64_t task = 0; task < some.tasks(); ++task)
-      apply(some, Task(some, task), x + start, map, y + start);
+      apply(some, Task(some, task), map, y + start);
   }
 }
 

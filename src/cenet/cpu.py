@@ -8,11 +8,16 @@ on another system than Linux, or inside `cenet.ops.backend("torch")`, nothing is
     measure     mean, variance and second moments of every image
     apply       y = P·(x − m) + d_n ⊙ (x − m) + c_n, with the residual and ReLU behind it
     gram        Σ g·(x − m)ᵀ and Σ g: gradients of P, d and c
+    gradient    Pᵀ·g + d ⊙ g + Q·(x − m) + e ⊙ (x − m) + f: that of x, from map and moments
     pool        the largest value of each window; `spread` is its gradient
     folded      a whole layer in deployment: measure, gate, apply
 
-Tensors are contiguous or channels_last, and results keep the layout. They are the same for every
-number of threads.
+Feature maps are contiguous or channels_last, and results keep the layout. One more function works
+on small matrices, where PyTorch would take longer to begin its operations than to compute:
+
+    newton      W of every group by Newton's iteration, and `newton_gradients`
+
+Results are the same for every number of threads.
 """
 
 import ctypes
@@ -118,6 +123,21 @@ def can_take(x: Tensor, group_size: int = 1) -> bool:
     They cannot be traced or transformed, and know neither subclasses of Tensor nor forward
     gradients.
     """
+    if not _is_plain(x) or x.dim() != 4:
+        return False
+    largest = LARGEST_GROUP_OF_ROWS if _is_in_rows(x) else LARGEST_GROUP
+    return group_size <= largest and library().missing is None
+
+
+def can_iterate(cov: Tensor, scale: Tensor) -> bool:
+    """Whether `newton` can take these tensors."""
+    if not _is_plain(cov) or not _is_plain(scale):
+        return False
+    return cov.shape[-1] <= LARGEST_GROUP and library().missing is None
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether x is an ordinary tensor in float32, and nobody but its values matters."""
     if intercepts_operators() or not enabled:
         return False
     kind = type(x)
@@ -125,12 +145,9 @@ def can_take(x: Tensor, group_size: int = 1) -> bool:
         return False
     if x.device.type != "cpu" or x.dtype is not torch.float32 or x.layout is not torch.strided:
         return False
-    if x.dim() != 4 or x.numel() == 0:
+    if x.numel() == 0:
         return False
-    if forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
-        return False
-    largest = LARGEST_GROUP_OF_ROWS if _is_in_rows(x) else LARGEST_GROUP
-    return group_size <= largest and library().missing is None
+    return forward_ad.unpack_dual(x).tangent is None  # type: ignore[no-untyped-call]
 
 
 def dense(x: Tensor) -> Tensor:
@@ -164,9 +181,8 @@ def apply(
     transposed: bool = False,
     residual: Tensor | None = None,
     relu: bool = False,
-    onto: Tensor | None = None,
 ) -> Tensor:
-    """relu(P·(x − less) + d ⊙ (x − less) + c + residual), or added to `onto` in place.
+    """relu(P·(x − less) + d ⊙ (x − less) + c + residual).
 
     Args:
         x: images, (N, C, H, W).
@@ -175,20 +191,48 @@ def apply(
         transposed: take Pᵀ instead of P.
         residual: of the shape of x.
         relu: whether ReLU comes last.
-        onto: tensor in the layout of x that gets the result added, instead of a new one.
     """
-    y = torch.empty_like(x) if onto is None else onto
+    y = torch.empty_like(x)
     residual = None if residual is None else _like(residual, x)
-    if P is None:
-        size = LARGEST_GROUP_OF_ROWS
-        P = x.new_zeros(-(-x.shape[1] // size), size, size)
-    P = P.contiguous()
+    P = None if P is None else P.contiguous()
     (d, d_step), (c, c_step), (less, less_step) = map(_values, (d, c, less))
     library().functions.cenet_map(
-        *_shape(x, P.shape[-1]),
+        *_shape(x, LARGEST_GROUP_OF_ROWS if P is None else P.shape[-1]),
         *(_pointer(x), _pointer(less), less_step),
         *(_pointer(P), ctypes.c_int(transposed), _pointer(d), d_step, _pointer(c), c_step),
-        *(_pointer(residual), ctypes.c_int(relu), ctypes.c_int(onto is not None), _pointer(y)),
+        *(_pointer(residual), ctypes.c_int(relu), _pointer(y)),
+    )
+    return y
+
+
+def gradient(
+    g: Tensor,
+    P: Tensor,
+    d: Tensor | None,
+    x: Tensor,
+    Q: Tensor | None,
+    e: Tensor,
+    f: Tensor,
+    less: Tensor,
+) -> Tensor:
+    """Pᵀ·g + d ⊙ g + Q·(x − less) + e ⊙ (x − less) + f.
+
+    Args:
+        g: gradients, (N, C, H, W).
+        P: matrices of the groups, (G, K, K).
+        d, e, f, less: (N, C), or (1, C) for all images; d is None for zeros.
+        x: images of the shape of g.
+        Q: like P; None for zeros.
+    """
+    y = torch.empty_like(x)
+    g = _like(g, x)
+    P, Q = P.contiguous(), None if Q is None else Q.contiguous()
+    (d, d_step), (minus, minus_step), (e_, e_step), (f_, f_step) = map(_values, (d, less, e, f))
+    library().functions.cenet_gradient(
+        *_shape(x, P.shape[-1]),
+        *(_pointer(g), _pointer(P), _pointer(d), d_step),
+        *(_pointer(x), _pointer(minus), minus_step, _pointer(Q), _pointer(e_), e_step),
+        *(_pointer(f_), f_step, _pointer(y)),
     )
     return y
 
@@ -201,6 +245,41 @@ def gram(g: Tensor, x: Tensor, less: Tensor | None, group_size: int) -> tuple[Te
     given = (_pointer(g), _pointer(x), _pointer(less), step, _pointer(products), _pointer(sums))
     library().functions.cenet_gram(*_shape(x, group_size), *given)
     return products, sums
+
+
+def newton(cov: Tensor, scale: Tensor, steps: int, ridge: float, floor: float) -> Tensor:
+    """W of each group, `functional.decorrelation`; in the padding of the last one, the identity.
+
+    Args:
+        cov: covariances, (G, K, K).
+        scale: of the norm, (C,).
+        steps: of Newton's iteration.
+        ridge, floor: Σ + (ridge · tr Σ / K + floor) · I is what is inverted.
+    """
+    W = torch.empty_like(cov, memory_format=torch.contiguous_format)
+    cov, scale = cov.contiguous(), scale.contiguous()
+    given = map(_pointer, (cov, scale, W))
+    library().functions.cenet_newton(*_of_newton(cov, scale, steps, ridge, floor), *given)
+    return W
+
+
+def newton_gradients(
+    g: Tensor, cov: Tensor, scale: Tensor, steps: int, ridge: float, floor: float
+) -> tuple[Tensor, Tensor]:
+    """The gradients of cov and scale, from the gradient g of W."""
+    g, cov, scale = g.contiguous(), cov.contiguous(), scale.contiguous()
+    g_cov, g_scale = torch.empty_like(cov), torch.empty_like(scale)
+    given = map(_pointer, (cov, scale, g, g_cov, g_scale))
+    library().functions.cenet_newton_gradient(*_of_newton(cov, scale, steps, ridge, floor), *given)
+    return g_cov, g_scale
+
+
+def _of_newton(
+    cov: Tensor, scale: Tensor, steps: int, ridge: float, floor: float
+) -> tuple[Any, ...]:
+    sizes = map(ctypes.c_int64, (len(scale), cov.shape[-1]))
+    counts = map(ctypes.c_int, (torch.get_num_threads(), steps))
+    return (*sizes, *counts, ctypes.c_float(ridge), ctypes.c_float(floor))
 
 
 def pool(x: Tensor, side: int, sign: Tensor) -> Tensor:

@@ -63,6 +63,30 @@ class Centered(NamedTuple):
     offset: Tensor | None = None  # (N, C), of the images
     center: Tensor | None = None  # (C,)
     less: Tensor | None = None  # (N, C) or (1, C): what `mix` has still to subtract from values
+    meeting: "Meeting | None" = None  # for `mix`
+
+
+class Meeting:
+    """Where the gradients of images from `mix` and from measuring meet, to be one compiled pass.
+
+    Backward, the map comes first. It leaves its matrices here, and hands its gradient on as it is.
+    Measuring then computes both. That works for images that are used once: not if they are mapped
+    twice, nor after a backward pass that can itself be differentiated.
+
+    Attributes:
+        uses: how often the images have been used.
+        left: matrices and factors of the map, between the two.
+    """
+
+    def __init__(self) -> None:
+        """Nothing has been mapped."""
+        self.uses = 0
+        self.left: tuple[Tensor, Tensor | None] | None = None
+
+    def take(self) -> tuple[Tensor, Tensor | None] | None:
+        """What the map has left, once."""
+        left, self.left = self.left, None
+        return left
 
 
 class Gate(NamedTuple):
@@ -158,14 +182,15 @@ class _Moments(torch.autograd.Function):
 
     The mean is that of the values: what rounding left of the mean that was subtracted, which
     matters where that was large. The values are a result, so that backward can add the gradients of
-    measuring and of mapping in place. With `compiled` they are x, and `less` is left to `mix`.
+    measuring and of mapping in place. With a `meeting` all of it is done by compiled passes, the
+    values are x, and `less` is left to `mix`.
     """
 
     @staticmethod
     def forward(
-        x: Tensor, group_size: int | None, compiled: bool
+        x: Tensor, group_size: int | None, meeting: Meeting | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        if compiled:
+        if meeting is not None:
             values = x.view_as(x)
             less, mean, var, inside = cpu.measure(x, group_size)
         else:
@@ -181,12 +206,12 @@ class _Moments(torch.autograd.Function):
 
     @staticmethod
     def setup_context(
-        ctx: Any, inputs: tuple[Tensor, int | None, bool], output: tuple[Tensor, ...]
+        ctx: Any, inputs: tuple[Tensor, int | None, Meeting | None], output: tuple[Tensor, ...]
     ) -> None:
         values, less, mean, *_ = output
-        ctx.save_for_backward(inputs[0] if inputs[2] else values, less, mean)
+        ctx.save_for_backward(values if inputs[2] is None else inputs[0], less, mean)
         ctx.mark_non_differentiable(less)
-        ctx.group_size, ctx.compiled = inputs[1:]
+        ctx.group_size, ctx.meeting = inputs[1:]
         ctx.set_materialize_grads(False)  # zeros as large as the values, if they are not mapped
 
     @staticmethod
@@ -209,14 +234,17 @@ class _Moments(torch.autograd.Function):
             P = (grad_cov + grad_cov.mT) / (n * height * width)
             distance = grouped(_from_batch_mean(less, mean) - mean, ctx.group_size)  # (N, G, K)
             c = c + _of_each_image(P, distance)[:, :channels]
-        if ctx.compiled and not torch.is_grad_enabled() and cpu.can_take(values):
-            # nobody else has the gradient that `_Mapped` made of the values
-            onto = None if grad is None else in_layout_of(values, grad)
-            return cpu.apply(values, P, d, c, less=less, onto=onto), None, None
-        # not through its decorator: dynamo cannot follow a change of autocast inside a backward
-        own = mix.__wrapped__(  # type: ignore[attr-defined]
-            values, P, d, c, less if ctx.compiled else None
-        )
+        of_map = None if grad is None or ctx.meeting is None else ctx.meeting.take()
+        if grad is not None and of_map is not None:
+            matrix, factors = of_map
+            return cpu.gradient(grad, matrix, factors, values, P, d, c, less), None, None
+        if ctx.meeting is not None and not torch.is_grad_enabled() and cpu.can_take(values):
+            own = cpu.apply(values, P, d, c, less=less)
+        else:
+            # not through its decorator: dynamo cannot follow a change of autocast inside a backward
+            own = mix.__wrapped__(  # type: ignore[attr-defined]
+                values, P, d, c, None if ctx.meeting is None else less
+            )
         if grad is not None:
             own = own + grad if torch.is_grad_enabled() else own.add_(grad)
         return own, None, None
@@ -295,11 +323,11 @@ def centered_moments(
     """`moments` with means relative to a common center, and the centered images for `mix`."""
     x = x.to(statistics_dtype(x))
     pixels = x.shape[2] * x.shape[3]
-    values, less, mean, var, cov, compiled = _centered(x, group_size if pool == 1 else None)
+    values, less, mean, var, cov, meeting = _centered(x, group_size if pool == 1 else None)
     center = less.mean(0)
     offset = less - center
     mean = offset + mean
-    images = Centered(values, offset, center, less if compiled else None)
+    images = Centered(values, offset, center, None if meeting is None else less, meeting)
     if group_size is None or pool == 1:
         return Moments(mean, var, cov, pixels, mean), images
     pooled = _pooled(x, pool, sign)
@@ -336,20 +364,19 @@ class _Pooled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         x, sign, pooled = ctx.saved_tensors
-        again = torch.is_grad_enabled()
-        if not again and cpu.can_take(grad):
+        if not torch.is_grad_enabled() and cpu.can_take(grad):
             return cpu.spread(grad, x, ctx.pool, sign, pooled), None, None
-        with torch.enable_grad():
-            x = x.view_as(x) if again else x.detach().requires_grad_()
-            y = _pool(x, ctx.pool, sign)
-            return torch.autograd.grad(y, x, grad, create_graph=again)[0], None, None
+        (own,) = _gradients_in_pytorch(lambda x: _pool(x, ctx.pool, sign), (x,), grad)
+        assert own is not None
+        return own, None, None
 
 
 def _centered(x: Tensor, group_size: int | None) -> tuple[Any, ...]:
-    """The results of `_Moments`, and whether a compiled pass took them."""
-    compiled = cpu.can_take(x, group_size or 1)
-    x = cpu.dense(x) if compiled else x
-    return *_Moments.apply(x, group_size, compiled), compiled
+    """The results of `_Moments`, and, if they come from a compiled pass, where gradients meet."""
+    if not cpu.can_take(x, group_size or 1):
+        return *_Moments.apply(x, group_size, None), None
+    meeting = Meeting()
+    return *_Moments.apply(cpu.dense(x), group_size, meeting), meeting
 
 
 @full_precision
@@ -385,6 +412,13 @@ def decorrelation(cov: Tensor, scale: Tensor, newton_steps: int = 3) -> Tensor:
 
     Shape: cov (G, K, K), scale (C,) -> (G, K, K).
     """
+    if cpu.can_iterate(cov, scale):
+        return cast(Tensor, _Decorrelation.apply(cov, scale, newton_steps))
+    return _decorrelation(cov, scale, newton_steps)
+
+
+def _decorrelation(cov: Tensor, scale: Tensor, newton_steps: int) -> Tensor:
+    """`decorrelation` in plain PyTorch."""
     group_size = cov.shape[-1]
     scale_GK = grouped(scale, group_size)
     sigma = cov * scale_GK[:, :, None] * scale_GK[:, None, :]
@@ -399,6 +433,28 @@ def decorrelation(cov: Tensor, scale: Tensor, newton_steps: int = 3) -> Tensor:
         sigma + torch.diag_embed(ridge[:, None] * valid_GK), newton_steps
     )
     return inv_sqrt * valid_GK[:, :, None] + torch.diag_embed(1 - valid_GK)
+
+
+class _Decorrelation(torch.autograd.Function):
+    """`decorrelation` by a compiled function, and its gradients by another."""
+
+    @staticmethod
+    def forward(ctx: Any, cov: Tensor, scale: Tensor, newton_steps: int) -> Tensor:
+        ctx.save_for_backward(cov, scale)
+        ctx.newton_steps = newton_steps
+        return cpu.newton(cov, scale, newton_steps, RIDGE, RIDGE_FLOOR)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        cov, scale = ctx.saved_tensors
+        if torch.is_grad_enabled() or not cpu.can_iterate(grad, scale):
+            steps = ctx.newton_steps
+            found = _gradients_in_pytorch(
+                lambda cov, scale: _decorrelation(cov, scale, steps), (cov, scale), grad
+            )
+            return *found, None
+        given = (grad, cov, scale, ctx.newton_steps, RIDGE, RIDGE_FLOOR)
+        return *cpu.newton_gradients(*given), None
 
 
 def inverse_std(var: Tensor, scale: Tensor, eps: float = 1e-5) -> Tensor:
@@ -485,7 +541,12 @@ def coefficients(
 
 @full_precision
 def mix(
-    x: Tensor, P: Tensor | None, d: Tensor | None, c: Tensor, less: Tensor | None = None
+    x: Tensor,
+    P: Tensor | None,
+    d: Tensor | None,
+    c: Tensor,
+    less: Tensor | None = None,
+    meeting: Meeting | None = None,
 ) -> Tensor:
     """y = P·x + d_n ⊙ x + c_n, P acting inside each group of channels.
 
@@ -495,12 +556,13 @@ def mix(
         d: factors of channels, (N, C), (1, C) or None.
         c: constants, (N, C) or (1, C).
         less: (N, C) or (1, C), subtracted from x first; None for zero.
+        meeting: that of x, where x are images from `centered_moments`.
 
     Shape: x (N, C, H, W) -> (N, C, H, W), in the dtype and memory format of x.
     """
     values = x.to(c.dtype)
     if P is not None and P.dtype == c.dtype and cpu.can_take(values, P.shape[-1]):
-        y = cast(Tensor, _Mapped.apply(cpu.dense(values), P, d, c, less))
+        y = cast(Tensor, _Mapped.apply(cpu.dense(values), P, d, c, less, meeting))
     else:
         y = _mix(values, P, d, c, less)
     return in_layout_of(x, y.to(x.dtype))
@@ -531,20 +593,36 @@ def _mix(
 
 
 class _Mapped(torch.autograd.Function):
-    """`mix` by a compiled pass, and its gradients by two."""
+    """`mix` by a compiled pass, and its gradients by two; the second may be left to `_Moments`."""
 
     @staticmethod
     def forward(
-        ctx: Any, values: Tensor, P: Tensor, d: Tensor | None, c: Tensor, less: Tensor | None
+        ctx: Any,
+        values: Tensor,
+        P: Tensor,
+        d: Tensor | None,
+        c: Tensor,
+        less: Tensor | None,
+        meeting: Meeting | None,
     ) -> Tensor:
         ctx.save_for_backward(values, P, d, c, less)
+        ctx.meeting = meeting
+        if meeting is not None:
+            meeting.uses += 1
         return cpu.apply(values, P, d, c, less=less)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         values, P, d, c, less = ctx.saved_tensors
-        if torch.is_grad_enabled() or not cpu.can_take(grad):
-            return *_gradients_of_mix(grad, (values, P, d, c), less), None
+        if torch.is_grad_enabled() or not cpu.can_take(grad) or not cpu.can_take(values):
+            if ctx.meeting is not None:
+                ctx.meeting.uses += 1
+                ctx.meeting.left = None
+            inputs = (values, P, d, c)
+            found = _gradients_in_pytorch(
+                lambda values, P, d, c: _mix(values, P, d, c, less), inputs, grad
+            )
+            return *found, None, None
         own = grad_P = grad_d = grad_c = None
         if any(ctx.needs_input_grad[1:]):
             products, grad_c = cpu.gram(grad, values, less, P.shape[-1])
@@ -553,16 +631,18 @@ class _Mapped(torch.autograd.Function):
                 grad_d = products.diagonal(dim1=-2, dim2=-1).flatten(1)[:, : d.shape[1]]
                 grad_d = grad_d.sum_to_size(d.shape)
             grad_c = grad_c.sum_to_size(c.shape)
-        if ctx.needs_input_grad[0]:
-            grad = in_layout_of(values, grad)
-            own = cpu.apply(grad, P, d, None, transposed=True)
-        return own, grad_P, grad_d, grad_c, None
+        if ctx.needs_input_grad[0] and ctx.meeting is not None and ctx.meeting.uses == 1:
+            ctx.meeting.left = (P, d)
+            own = grad
+        elif ctx.needs_input_grad[0]:
+            own = cpu.apply(in_layout_of(values, grad), P, d, None, transposed=True)
+        return own, grad_P, grad_d, grad_c, None, None
 
 
-def _gradients_of_mix(
-    grad: Tensor, inputs: tuple[Tensor | None, ...], less: Tensor | None
+def _gradients_in_pytorch(
+    function: Callable[..., Tensor], inputs: tuple[Tensor | None, ...], grad: Tensor
 ) -> list[Tensor | None]:
-    """The same in plain PyTorch, to be differentiated again or traced."""
+    """Gradients of function(*inputs) in plain PyTorch, to be differentiated again or traced."""
     again = torch.is_grad_enabled()
     with torch.enable_grad():
         # views, because d may itself have been computed from the values
@@ -570,7 +650,7 @@ def _gradients_of_mix(
         if not again:
             inputs = tuple(x if x is None else x.requires_grad_() for x in inputs)
         wanted = [x for x in inputs if x is not None and x.requires_grad]
-        y = _mix(*inputs, less)  # type: ignore[call-arg, arg-type]
+        y = function(*inputs)
         found = iter(torch.autograd.grad(y, wanted, grad, create_graph=again))
     return [next(found) if x is not None and x.requires_grad else None for x in inputs]
 

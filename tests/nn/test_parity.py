@@ -110,8 +110,10 @@ def test_activation_mask_differs_from_the_exact_one_only_near_zero(dtype):
 
 
 def mutate_fewer_steps(monkeypatch):
-    original = F.newton_inverse_sqrt
-    monkeypatch.setattr(F, "newton_inverse_sqrt", lambda sigma, steps: original(sigma, steps - 1))
+    original = F.decorrelation
+    monkeypatch.setattr(
+        F, "decorrelation", lambda cov, scale, steps: original(cov, scale, steps - 1)
+    )
 
 
 def mutate_absolute_ridge(monkeypatch):

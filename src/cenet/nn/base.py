@@ -126,7 +126,7 @@ class EquilibriumLayer(nn.Module):
             moments = F.moments(values, None)
         statistics = self.summarize(values, moments, images.center, norm=False) if batch else None
         coefficients = self.coefficients(moments, scale, shift, statistics)
-        y = F.mix(images.values, *coefficients, images.less)
+        y = F.mix(images.values, *coefficients, images.less, images.meeting)
         return finish(F.in_layout_of(x, y.to(x.dtype)), act, residual)
 
     def arguments(self) -> dict[str, Any]:

@@ -161,7 +161,7 @@ class NormCE2d(nn.Module):
         if images.offset is not None:
             shift = shift + images.offset * scale
         coefficients = ce.coefficients(moments, scale, shift, statistics if ce_batch else None)
-        y = F.mix(images.values, *coefficients, images.less)
+        y = F.mix(images.values, *coefficients, images.less, images.meeting)
         return finish(F.in_layout_of(x, y.to(x.dtype)), act, residual)
 
     def __getattr__(self, name: str) -> Any:
