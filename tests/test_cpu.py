@@ -398,7 +398,7 @@ def test_gradients_meet_only_where_images_are_mapped_once(how):
             torch.autograd.grad(y, given[1], retain_graph=True)
         if how in ("after a second derivative", "a second derivative after those of P"):
             (first,) = torch.autograd.grad(y, x, create_graph=True)
-            y = y + (first * first.detach().sin()).sum()
+            y = y + (first * images(x.shape, seed=9).to(dtype)).sum()
         y.backward()
         gradients.append(x.grad)
     assert_close("gradient", *gradients, 1e-5)
@@ -659,14 +659,27 @@ MUTATIONS = {
         "- 0.5f * distance[i] * distance[j]",
     ),
     "the mean is not merged": ("mean[i] += apart * (pixels / whole);", "mean[i] = center[i];"),
-    "the last tile is not filled up": ("std::fill(to + pixels, to + end, 0.0f);", ""),
+    "the last register is not filled up": (
+        "for (int lane = 0; lane < LANES; ++lane) to[p + lane] = 0;",
+        "",
+    ),
+    "the last register is left out of a sum": ("total += load(to + whole(pixels) - LANES);", ""),
+    "a sum over lanes takes every second twice": (
+        "__builtin_shuffle(a, b, even + 1)",
+        "__builtin_shuffle(a, b, even)",
+    ),
+    "registers behind the last block are not mapped": ("v < registers; ++v", "v < blocks; ++v"),
+    "every second block behind the last is not mapped": ("i += TALLER)", "i += 2 * TALLER)"),
     "P is never transposed": ("? own[j * K + i]", "? own[i * K + j]"),
     "d of the first image for all": (
         "diagonal + task.image * diagonal_stride",
         "diagonal + 0 * diagonal_stride",
     ),
     "values of the first image for all": ("values + task.image * stride", "values + 0 * stride"),
-    "planes are not centered": ("load(from + p) - center);", "load(from + p));"),
+    "planes are not centered": (
+        "load(from + p) - center;\n    total +=",
+        "load(from + p);\n    total +=",
+    ),
     "rows are not centered": ("load_row(x + at, size) - minus", "load_row(x + at, size)"),
     "half of the blocks": ("i < rows; i += TALL", "i < rows; i += 2 * TALL"),
     "the residual of rows is left out": ("value += load_row(map.residual", "load_row(map.residual"),
@@ -674,8 +687,8 @@ MUTATIONS = {
     "relu of remainders is left out": ("y[at + lane] = map.relu && v < 0", "y[at + lane] = false"),
     "the residual of planes is left out": ("value += load(map.residual", "load(map.residual"),
     "one product of a gradient for planes": (
-        "k < TERMS; ++k)\n          for (int j",
-        "k < 1; ++k)\n          for (int j",
+        "k < TERMS; ++k)\n      for (int j = 0; j < size",
+        "k < 1; ++k)\n      for (int j = 0; j < size",
     ),
     "one product of a gradient for rows": (
         "k < TERMS; ++k) {\n      const float* from",

@@ -39,9 +39,11 @@ constexpr int LANES = 4, WIDE = 2;
 constexpr int ROWS = 2, TOGETHER = 2;
 #endif
 constexpr int TALL = 4;    // rows of a block of a product
+constexpr int TALLER = 2 * TALL;  // the same of a block that is one register wide
 constexpr int CHAINS = 2;  // sums that do not wait for each other
 constexpr int TILE = 256;  // pixels that go through together
 constexpr int LINE = 2048;  // the same where channels do not meet
+constexpr int AHEAD = 4096;  // so many values before they are added up, they are fetched
 constexpr int ROW = 16;    // channels of a group in channels_last
 constexpr int PARTS = ROW / LANES;  // registers that they take
 constexpr int LARGEST = 64;  // channels of a group
@@ -141,6 +143,33 @@ inline float sum(Vector v) {
   return lanes[0];
 }
 
+// a0 + a1, a2 + a3, …, b0 + b1, b2 + b3, …
+inline Vector add_neighbours(Vector a, Vector b) {
+#if defined(__clang__)
+  Vector even, odd;
+  for (int lane = 0; lane < LANES; ++lane) {
+    const int from = 2 * lane % LANES;
+    even[lane] = lane < LANES / 2 ? a[from] : b[from];
+    odd[lane] = lane < LANES / 2 ? a[from + 1] : b[from + 1];
+  }
+  return even + odd;
+#else
+  typedef int Places __attribute__((vector_size(4 * LANES)));
+  Places even;
+  for (int lane = 0; lane < LANES; ++lane) even[lane] = 2 * lane;
+  return __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, even + 1);
+#endif
+}
+
+// the sums over the lanes of COUNT vectors; of LANES vectors, one in each lane
+template <int COUNT = LANES>
+inline Vector sum_each(const Vector* vectors) {
+  if constexpr (COUNT == 1)
+    return *vectors;
+  else
+    return add_neighbours(sum_each<COUNT / 2>(vectors), sum_each<COUNT / 2>(vectors + COUNT / 2));
+}
+
 struct Shape {
   int64_t images, channels, pixels, group;
 
@@ -196,30 +225,44 @@ struct Merged {
 };
 
 // a tile of a group in contiguous layout: `size` rows of TILE values, with zeros behind the last
-// pixel up to the end of a block
+// pixel up to the end of a register
 typedef float Planes[LARGEST][TILE];
 
-inline int padded(int size) { return (size + TALL - 1) / TALL * TALL; }
+inline int padded(int size) { return (size + TALLER - 1) / TALLER * TALLER; }
 
 inline int vectors(int pixels) { return (pixels + LANES - 1) / LANES; }
 
-// Copy `pixels` values of a channel, less the center, and fill a block up with zeros.
-inline void copy_plane(float* to, const float* from, float center, int pixels) {
+// values that fill whole registers
+inline int whole(int size) { return vectors(size) * LANES; }
+
+// Copy `pixels` values of a channel, less the center, and fill a register up with zeros. Meanwhile
+// the same channel of the next tile is fetched. Returns the sum, to be added over lanes.
+inline Vector copy_plane(float* to, const float* from, float center, int pixels) {
+  Vector total = {};
   int p = 0;
-  for (; p + LANES <= pixels; p += LANES) store(to + p, load(from + p) - center);
-  for (; p < pixels; ++p) to[p] = from[p] - center;
-  const int end = (pixels + WIDE * LANES - 1) / (WIDE * LANES) * (WIDE * LANES);
-  std::fill(to + pixels, to + end, 0.0f);
+  for (; p + LANES <= pixels; p += LANES) {
+    __builtin_prefetch(from + p + TILE);
+    const Vector v = load(from + p) - center;
+    total += v;
+    store(to + p, v);
+  }
+  if (p < pixels) {
+    for (int lane = 0; lane < LANES; ++lane) to[p + lane] = 0;
+    for (; p < pixels; ++p) to[p] = from[p] - center;
+    total += load(to + whole(pixels) - LANES);
+  }
+  return total;
 }
 
 inline void clear(Planes& tile, int size) {
   for (int i = size; i < padded(size); ++i) std::fill(tile[i], tile[i] + TILE, 0.0f);
 }
 
-// totals[i][j] += Σ_p a[i][p]·b[j][p]; of a symmetric product only blocks with j >= i.
+// totals[i][j] += Σ_p a[i][p]·b[j][p], still to be added over lanes; of a symmetric product only
+// blocks with j >= i.
 inline void add_products(Vector* totals, const Planes& a, const Planes& b, int size, int steps,
                          bool symmetric) {
-  const int rows = padded(size);
+  const int rows = padded(size), row = whole(size);
   for (int i = 0; i < rows; i += TALL)
     for (int j = symmetric ? i : 0; j < rows; j += WIDE) {
       Block<TALL, WIDE> block = {};
@@ -229,33 +272,40 @@ inline void add_products(Vector* totals, const Planes& a, const Planes& b, int s
         block.add([&](auto t) { return load(a[i + t] + step * LANES); }, right);
       }
       unrolled<TALL>([&](auto t) {
-        unrolled<WIDE>([&](auto w) { totals[(i + t) * rows + j + w] += block.at[t][w]; });
+        unrolled<WIDE>([&](auto w) { totals[(i + t) * row + j + w] += block.at[t][w]; });
       });
     }
+}
+
+// Add over lanes what `add_products` has added: (size, whole(size)).
+inline void finish_products(const Vector* totals, int size, float* products) {
+  for (int i = 0; i < size * whole(size); i += LANES) store(products + i, sum_each(totals + i));
 }
 
 struct Moments {
   float *mean, *rest, *var, *inside;  // (N, C) three times, (N, G, K, K) or null
 };
 
+// Of the products, which have rows of whole(size), the upper triangle counts.
 void finish_moments(const Shape& shape, const Task& task, const Merged& merged,
                     const float* products, const Moments& out) {
+  const int row = whole(task.size);
   const int64_t here = task.image * shape.channels + task.first;
   const float share = 1.0f / shape.pixels;
   for (int i = 0; i < task.size; ++i) {
     const float mean = static_cast<float>(merged.mean[i]);
     out.mean[here + i] = mean;
     out.rest[here + i] = static_cast<float>(merged.mean[i] - mean);
-    out.var[here + i] = (products[i * task.size + i] + merged.between[i * task.size + i]) * share;
+    out.var[here + i] = (products[i * row + i] + merged.between[i * task.size + i]) * share;
   }
   if (out.inside == nullptr) return;
   const int64_t K = shape.group;
   float* inside = out.inside + (task.image * shape.groups() + task.group) * K * K;
   std::fill(inside, inside + K * K, 0.0f);
   for (int i = 0; i < task.size; ++i)
-    for (int j = 0; j < task.size; ++j)
-      inside[i * K + j] =
-          (products[i * task.size + j] + merged.between[i * task.size + j]) * share;
+    for (int j = i; j < task.size; ++j)
+      inside[i * K + j] = inside[j * K + i] =
+          (products[i * row + j] + merged.between[i * task.size + j]) * share;
 }
 
 // Σ of `size` values less `center`, and of their squares.
@@ -264,6 +314,7 @@ inline void add_up(const float* from, float center, int size, float* total, floa
   int p = 0;
   for (; p + WIDE * LANES <= size; p += WIDE * LANES)
     for (int w = 0; w < WIDE; ++w) {
+      __builtin_prefetch(from + p + w * LANES + AHEAD);
       const Vector v = load(from + p + w * LANES) - center;
       sums[w] += v;
       products[w] += v * v;
@@ -271,6 +322,11 @@ inline void add_up(const float* from, float center, int size, float* total, floa
   for (int w = 1; w < WIDE; ++w) {
     sums[0] += sums[w];
     products[0] += products[w];
+  }
+  for (; p + LANES <= size; p += LANES) {
+    const Vector v = load(from + p) - center;
+    sums[0] += v;
+    products[0] += v * v;
   }
   *total = sum(sums[0]);
   *squares = sum(products[0]);
@@ -284,9 +340,9 @@ inline void add_up(const float* from, float center, int size, float* total, floa
 void measure_planes(const Shape& shape, const Task& task, const float* x, const Moments& out) {
   alignas(64) Planes tile;
   const bool pairs = out.inside != nullptr;
-  const int size = task.size, rows = padded(size);
-  std::vector<Vector> totals(pairs ? rows * rows : 0);
-  std::vector<float> products(size * size);
+  const int size = task.size, row = whole(size);
+  std::vector<Vector> totals(pairs ? padded(size) * row : 0);
+  std::vector<float> products(size * row);
   Merged merged(size);
   x += (task.image * shape.channels + task.first) * shape.pixels;
   clear(tile, size);
@@ -299,19 +355,17 @@ void measure_planes(const Shape& shape, const Task& task, const float* x, const 
       float total, squares;
       add_up(from, 0.0f, pixels, &total, &squares);
       center[i] = total / pixels;
-      add_up(from, center[i], pixels, &total, &squares);
-      rest[i] = total / pixels;
       if (pairs)
-        copy_plane(tile[i], from, center[i], pixels);
+        total = sum(copy_plane(tile[i], from, center[i], pixels));
       else
-        products[i * size + i] += squares;
+        add_up(from, center[i], pixels, &total, &squares);
+      rest[i] = total / pixels;
+      if (!pairs) products[i * row + i] += squares;
     }
     if (pairs) add_products(totals.data(), tile, tile, size, vectors(pixels), true);
     merged.add(center, rest, pixels, pairs);
   }
-  for (int i = 0; i < size; ++i)
-    for (int j = i; pairs && j < size; ++j)
-      products[i * size + j] = products[j * size + i] = sum(totals[i * rows + j]);
+  if (pairs) finish_products(totals.data(), size, products.data());
   finish_moments(shape, task, merged, products.data(), out);
 }
 
@@ -376,12 +430,12 @@ void measure_rows(const Shape& shape, const Task& task, const float* x, const Mo
     store_row(off, rest);
     merged.add(at, off, pixels, pairs);
   }
+  const int row = whole(size);
   float products[ROW * ROW] = {}, sums[ROW][ROW];
   for (int i = 0; i < ROW; ++i) store_row(sums[i], totals[i]);
-  for (int i = 0; i < size; ++i) {
-    if (!pairs) products[i * size + i] = sums[0][i];
-    for (int j = 0; pairs && j < size; ++j) products[i * size + j] = sums[i][j];
-  }
+  for (int i = 0; i < size; ++i)
+    for (int j = i; j < (pairs ? size : i + 1); ++j)
+      products[i * row + j] = sums[pairs ? i : 0][j];
   finish_moments(shape, task, merged, products, out);
 }
 
@@ -412,13 +466,11 @@ struct Map {
   const float *constant, *residual;  // residual may be the result itself
   int64_t constant_stride;
   bool relu;
-
-  bool is_plain() const { return !relu && residual == nullptr; }
 };
 
 // y = value + residual, activated. Of a vector, `size` values.
 template <int TERMS>
-void finish_map(const Map<TERMS>& map, Vector value, int64_t at, int size, float* y) {
+inline void finish_map(const Map<TERMS>& map, Vector value, int64_t at, int size, float* y) {
   if (size < LANES) {
     float lanes[LANES];
     store(lanes, value);
@@ -434,54 +486,77 @@ void finish_map(const Map<TERMS>& map, Vector value, int64_t at, int size, float
   store(y + at, value);
 }
 
+// A tile of a group that is mapped.
+template <int TERMS>
+struct MappedTile {
+  alignas(64) Planes tiles[TERMS];
+  float matrices[TERMS][LARGEST][LARGEST], constant[LARGEST];
+  int size, pixels;
+
+  // Rows i … i + HEIGHT of the result, registers v … v + WIDTH, to y[at], y[at + stride], …
+  template <int HEIGHT, int WIDTH>
+  inline void map(const Map<TERMS>& map, int i, int v, int64_t at, int64_t stride, float* y) const {
+    Block<HEIGHT, WIDTH> block;
+    unrolled<HEIGHT>([&](auto t) {
+      unrolled<WIDTH>([&](auto w) { block.at[t][w] = Vector{} + constant[i + t]; });
+    });
+    for (int k = 0; k < TERMS; ++k)
+      for (int j = 0; j < size; ++j) {
+        Vector right[WIDTH];
+        unrolled<WIDTH>([&](auto w) { right[w] = load(tiles[k][j] + (v + w) * LANES); });
+        block.add([&](auto t) { return matrices[k][i + t][j]; }, right);
+      }
+    if (i + HEIGHT <= size && (v + WIDTH) * LANES <= pixels) {
+      unrolled<HEIGHT>([&](auto t) {
+        unrolled<WIDTH>([&](auto w) {
+          finish_map(map, block.at[t][w], at + t * stride + w * LANES, LANES, y);
+        });
+      });
+      return;
+    }
+    float values[HEIGHT][WIDTH * LANES];
+    unrolled<HEIGHT>([&](auto t) {
+      unrolled<WIDTH>([&](auto w) { store(values[t] + w * LANES, block.at[t][w]); });
+    });
+    for (int t = 0; t < std::min(HEIGHT, size - i); ++t)
+      for (int w = 0; w < WIDTH; ++w) {
+        const int left = std::min(LANES, pixels - (v + w) * LANES);
+        finish_map(map, load(values[t] + w * LANES), at + t * stride + w * LANES, left, y);
+      }
+  }
+};
+
 template <int TERMS>
 void map_planes(const Shape& shape, const Task& task, const Map<TERMS>& map, float* y) {
-  alignas(64) Planes tiles[TERMS];
-  float matrices[TERMS][LARGEST][LARGEST], less[TERMS][LARGEST], constant[LARGEST];
+  MappedTile<TERMS> tile;
+  float less[TERMS][LARGEST];
   for (int k = 0; k < TERMS; ++k) {
-    map.terms[k].load_operator(shape, task, matrices[k]);
+    map.terms[k].load_operator(shape, task, tile.matrices[k]);
     load_values(task, map.terms[k].less, map.terms[k].less_stride, less[k]);
   }
-  load_values(task, map.constant, map.constant_stride, constant);
-  const bool plain = map.is_plain();
+  load_values(task, map.constant, map.constant_stride, tile.constant);
+  tile.size = task.size;
   const int64_t start = (task.image * shape.channels + task.first) * shape.pixels;
   for (int64_t begin = 0; begin < shape.pixels; begin += TILE) {
-    const int pixels = static_cast<int>(std::min<int64_t>(TILE, shape.pixels - begin));
     const int64_t here = start + begin;
+    tile.pixels = static_cast<int>(std::min<int64_t>(TILE, shape.pixels - begin));
     for (int k = 0; k < TERMS; ++k)
-      for (int j = 0; j < task.size; ++j)
-        copy_plane(tiles[k][j], map.terms[k].x + here + j * shape.pixels, less[k][j], pixels);
-    for (int i = 0; i < task.size; i += TALL)
-      for (int v = 0; v < vectors(pixels); v += WIDE) {
-        Block<TALL, WIDE> block;
-        unrolled<TALL>([&](auto t) {
-          unrolled<WIDE>([&](auto w) { block.at[t][w] = Vector{} + constant[i + t]; });
-        });
-        for (int k = 0; k < TERMS; ++k)
-          for (int j = 0; j < task.size; ++j) {
-            Vector right[WIDE];
-            unrolled<WIDE>([&](auto w) { right[w] = load(tiles[k][j] + (v + w) * LANES); });
-            block.add([&](auto t) { return matrices[k][i + t][j]; }, right);
-          }
-        const int64_t at = here + i * shape.pixels + v * LANES;
-        if (plain && i + TALL <= task.size && (v + WIDE) * LANES <= pixels) {
-          unrolled<TALL>([&](auto t) {
-            float* to = y + at + t * shape.pixels;
-            unrolled<WIDE>([&](auto w) { store(to + w * LANES, block.at[t][w]); });
-          });
-          continue;
-        }
-        float values[TALL][WIDE * LANES];
-        unrolled<TALL>([&](auto t) {
-          unrolled<WIDE>([&](auto w) { store(values[t] + w * LANES, block.at[t][w]); });
-        });
-        for (int t = 0; t < std::min(TALL, task.size - i); ++t)
-          for (int w = 0; w < WIDE; ++w) {
-            const int size = std::min(LANES, pixels - (v + w) * LANES);
-            const Vector value = load(values[t] + w * LANES);
-            finish_map(map, value, at + t * shape.pixels + w * LANES, size, y);
-          }
+      for (int j = 0; j < task.size; ++j) {
+        const float* from = map.terms[k].x + here + j * shape.pixels;
+        copy_plane(tile.tiles[k][j], from, less[k][j], tile.pixels);
       }
+    for (int j = 0; map.residual != nullptr && j < task.size; ++j)
+      for (int p = 0; p < tile.pixels; p += LANES)  // of the next tile, as copy_plane for x
+        __builtin_prefetch(map.residual + here + j * shape.pixels + p + TILE);
+    const int registers = vectors(tile.pixels), blocks = registers / WIDE * WIDE;
+    for (int i = 0; i < task.size; i += TALL)
+      for (int v = 0; v < blocks; v += WIDE)
+        tile.template map<TALL, WIDE>(map, i, v, here + i * shape.pixels + v * LANES,
+                                      shape.pixels, y);
+    for (int v = blocks; v < registers; ++v)
+      for (int i = 0; i < task.size; i += TALLER)
+        tile.template map<TALLER, 1>(map, i, v, here + i * shape.pixels + v * LANES,
+                                     shape.pixels, y);
   }
 }
 
@@ -538,9 +613,10 @@ struct Gram {
 void gram_planes(const Shape& shape, const Task& task, const float* g, const float* x,
                  const float* less, int64_t less_stride, const Gram& out) {
   alignas(64) Planes left, right;
-  const int size = task.size, rows = padded(size);
+  const int size = task.size, row = whole(size);
   const int64_t K = shape.group;
-  std::vector<Vector> totals(rows * rows);
+  std::vector<Vector> totals(padded(size) * row);
+  std::vector<float> added(size * row);
   Vector sums[LARGEST] = {};
   float minus[LARGEST];
   load_values(task, less, less_stride, minus);
@@ -551,20 +627,17 @@ void gram_planes(const Shape& shape, const Task& task, const float* g, const flo
     const int pixels = static_cast<int>(std::min<int64_t>(TILE, shape.pixels - begin));
     for (int i = 0; i < size; ++i) {
       const int64_t at = start + i * shape.pixels + begin;
-      copy_plane(left[i], g + at, 0.0f, pixels);
+      sums[i] += copy_plane(left[i], g + at, 0.0f, pixels);
       copy_plane(right[i], x + at, minus[i], pixels);
-      Vector total = {};
-      for (int step = 0; step < vectors(pixels); ++step)
-        total += load(left[i] + step * LANES);
-      sums[i] += total;
     }
     add_products(totals.data(), left, right, size, vectors(pixels), false);
   }
   float* products = out.products + (task.image * shape.groups() + task.group) * K * K;
   std::fill(products, products + K * K, 0.0f);
+  finish_products(totals.data(), size, added.data());
   for (int i = 0; i < size; ++i) {
     out.sums[task.image * shape.channels + task.first + i] = sum(sums[i]);
-    for (int j = 0; j < size; ++j) products[i * K + j] = sum(totals[i * rows + j]);
+    std::copy(added.data() + i * row, added.data() + i * row + size, products + i * K);
   }
 }
 
