@@ -132,6 +132,7 @@ def main() -> None:
     parser.add_argument("now", type=Path, help="src folder of the other version")
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="images x channels x side")
     parser.add_argument("--device", choices=list(MODES), default="cpu")
+    parser.add_argument("--modes", nargs="+", choices=MODES["cuda"], help="all that --device has")
     parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--processes", type=int, default=5)
@@ -150,7 +151,8 @@ def main() -> None:
     layout = "channels_last" if arguments.channels_last else "contiguous"
     commits = arguments.commits or [commit_of(tree) for tree in trees]
     on_gpu = arguments.device == "cuda"
-    for shape, mode in itertools.product(arguments.shapes, MODES[arguments.device]):
+    modes = arguments.modes or MODES[arguments.device]
+    for shape, mode in itertools.product(arguments.shapes, modes):
         runs = [
             in_turns(trees, arguments.rounds, shape, layout, arguments.device, mode)
             for _ in range(arguments.processes)
