@@ -4,6 +4,7 @@ A function is captured after a few ordinary calls, when everything that is creat
 (compiled kernels, momenta, workspaces) exists. Those calls are training steps like all others.
 """
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -43,11 +44,28 @@ class GraphedFunction:
             self._inputs = tuple(value.clone() for value in inputs)
             self._graph = torch.cuda.CUDAGraph()
             # records without running; other threads may use the device meanwhile
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            recording = torch.cuda.graph(self._graph, capture_error_mode="thread_local")
+            with without_collection(), recording:
                 self._run(*self._inputs)
         for own, value in zip(self._inputs, inputs, strict=True):
             own.copy_(value)
         self._graph.replay()
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Collect no garbage meanwhile.
+
+    Garbage of an earlier run holds its graphs, and to destroy one makes the capture of another fail
+    (CUDNN_STATUS_BAD_PARAM_STREAM_MISMATCH, cudaErrorStreamCaptureInvalidated).
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextmanager
