@@ -262,7 +262,7 @@ inline void clear(Planes& tile, int size) {
 // blocks with j >= i.
 inline void add_products(Vector* totals, const Planes& a, const Planes& b, int size, int steps,
                          bool symmetric) {
-  const int rows = padded(size), row = whole(size);
+  const int rows = (size + TALL - 1) / TALL * TALL, row = whole(size);
   for (int i = 0; i < rows; i += TALL)
     for (int j = symmetric ? i : 0; j < rows; j += WIDE) {
       Block<TALL, WIDE> block = {};
