@@ -190,6 +190,21 @@ def test_packages_import_downwards():
     assert not upwards
 
 
+def test_contributing_lists_every_file_above_those_that_import_it():
+    """Under "Where things are": a list out of date sends a newcomer the wrong way."""
+    text = (ROOT / "CONTRIBUTING.md").read_text().split("## Where things are")[1].split("```")[1]
+    lines = [line.split("  ")[0] for line in text.splitlines() if line.startswith("src/cenet/")]
+    listed = [Path(name).stem for line in lines for name in line.split(", ")]
+    listed = list(dict.fromkeys(listed))  # cpu.py, cpu.cpp
+    assert set(listed) | {"__main__"} == set(PACKAGES)
+    for path in FILES:
+        own = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+        others = {name.split(".")[0] for name in imported(path)} - {own}
+        if own in listed:
+            below = {name for name in others if listed.index(name) > listed.index(own)}
+            assert not below, f"{path} imports {below}, which CONTRIBUTING lists below it"
+
+
 def test_no_file_has_the_name_of_a_public_function():
     """Importing a package `cenet.diagnose` would replace the function of that name."""
     functions = {name for name in PUBLIC if not inspect.ismodule(getattr(cenet, name))}
