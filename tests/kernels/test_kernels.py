@@ -71,7 +71,7 @@ def launch(index, rotation, shape, device="cpu"):
         layer="bd" if pixels == 1 or (slow and channels == 2048) else "ce",
         dtype=DTYPES[(index + rotation) % 3],
         layout=LAYOUTS[(index // 3 + rotation) % 2],
-        act=ACTS[(index + 2 * rotation) % 4],
+        act=ACTS[(index + 2 * rotation) % len(ACTS)],
         residual=(index // 2 + rotation) % 2 == 1,
         group_size=64 if slow and channels == 2048 else 16,
         device=device,
