@@ -1,22 +1,22 @@
-// The passes over a feature map on a CPU, the twins of what `functional` does with pixels:
+// Passes over a feature map on a CPU, and Newton's iteration: twins of functions of `functional`:
 //
 //     cenet_measure   mean, variance and second moments of every image     `functional.moments`
 //     cenet_map       y = P·(x − m) + d ⊙ (x − m) + c                       `functional.mix`
 //     cenet_gram      Σ g·(x − m)ᵀ and Σ g, the gradients of P, d and c
-//     cenet_gradient  that of x, through the map and through the moments
+//     cenet_gradient  the gradient of x, through the map and through the moments
 //     cenet_newton    W of every group from its covariance           `functional.decorrelation`
 //     cenet_newton_gradient    the gradients of covariance and scale
 //     cenet_folded    a folded layer: measure, gate, map                     `nn.folded`
 //     cenet_pool      the largest value of each window, or its gradient      `max_pool2d`
 //
 // Letters as in `functional`: N images of C channels, G groups of K channels, L pixels. The last
-// group has the remainder of the channels. Everything is float32, and a group of one image is one
-// task of a thread, so results do not depend on the number of threads.
+// group has the remainder of the channels. Everything is float32. A thread computes whole groups of
+// an image, so results do not depend on the number of threads.
 //
-// A group goes through in tiles of pixels that fit the first-level cache. Two layouts:
+// A group is processed in tiles of pixels that fit the first-level cache. Two layouts:
 //
 //     Planes   contiguous: a channel of an image is L values in a row
-//     Rows     channels_last: a pixel is C values in a row; a group is one vector of it (K <= 16)
+//     Rows     channels_last: a pixel is C values in a row, and a group K <= 16 of them
 
 #include <algorithm>
 #include <cmath>
@@ -29,8 +29,8 @@
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int LANES = 16, WIDE = 4;  // floats in a register; registers beside each other in a block
-constexpr int ROWS = 16, TOGETHER = 8;  // of channels_last: rows of a block; pixels mapped at once
+constexpr int LANES = 16, WIDE = 4;  // floats in a register; registers in a row of a block
+constexpr int ROWS = 16, TOGETHER = 8;  // channels_last: rows of a block; pixels mapped at once
 #elif defined(__AVX__)
 constexpr int LANES = 8, WIDE = 2;
 constexpr int ROWS = 4, TOGETHER = 4;
@@ -39,22 +39,22 @@ constexpr int LANES = 4, WIDE = 2;
 constexpr int ROWS = 2, TOGETHER = 2;
 #endif
 constexpr int TALL = 4;    // rows of a block of a product
-constexpr int TALLER = 2 * TALL;  // the same of a block that is one register wide
-constexpr int CHAINS = 2;  // sums that do not wait for each other
-constexpr int TILE = 256;  // pixels that go through together
-constexpr int LINE = 2048;  // the same where channels do not meet
-constexpr int AHEAD = 4096;  // so many values before they are added up, they are fetched
-constexpr int ROW = 16;    // channels of a group in channels_last
-constexpr int PARTS = ROW / LANES;  // registers that they take
-constexpr int LARGEST = 64;  // channels of a group
-constexpr int64_t SMALL = 1 << 14;  // values of a map for which waking other threads takes longer
-constexpr int64_t FEW_GROUPS = 8;   // groups for which it takes longer
-constexpr int64_t CACHED = 1 << 20;  // values of images that are still in the cache when mapped
+constexpr int TALLER = 2 * TALL;  // rows of a block that is one register wide
+constexpr int CHAINS = 2;  // independent partial sums, so that an addition need not wait
+constexpr int TILE = 256;  // pixels of a tile
+constexpr int LINE = 2048;  // pixels of a tile if no products of two channels are taken
+constexpr int AHEAD = 4096;  // distance of prefetching, in values
+constexpr int ROW = 16;    // most channels of a group in channels_last
+constexpr int PARTS = ROW / LANES;  // registers for ROW values
+constexpr int LARGEST = 64;  // most channels of a group
+constexpr int64_t SMALL = 1 << 14;  // up to so many values of a map, one thread is faster than more
+constexpr int64_t FEW_GROUPS = 8;   // up to so many groups, likewise
+constexpr int64_t CACHED = 1 << 20;  // so many values stay in the cache until they are mapped
 
 typedef float Vector __attribute__((vector_size(4 * LANES)));
 typedef float Anywhere __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-// each(0), …, each(N − 1), unrolled so that arrays with these indices are in registers
+// each(0), …, each(N − 1), unrolled so that arrays with these indices stay in registers
 template <int N, typename Each>
 inline __attribute__((always_inline)) void unrolled(const Each& each) {
   if constexpr (N > 1) unrolled<N - 1>(each);
@@ -65,7 +65,7 @@ inline Vector load(const float* from) { return *reinterpret_cast<const Anywhere*
 
 inline void store(float* to, Vector v) { *reinterpret_cast<Anywhere*>(to) = v; }
 
-// HEIGHT × WIDTH registers, a block of a product
+// A block of a matrix product, in HEIGHT × WIDTH registers.
 template <int HEIGHT, int WIDTH>
 struct Block {
   Vector at[HEIGHT][WIDTH];
@@ -80,7 +80,7 @@ struct Block {
   }
 };
 
-// the channels of a group in one pixel
+// The channels of a group in one pixel.
 struct Row {
   Vector part[PARTS] = {};
 
@@ -100,7 +100,7 @@ inline void store_row(float* to, const Row& row) {
   unrolled<PARTS>([&](auto i) { store(to + i * LANES, row.part[i]); });
 }
 
-// the same of the first `size` channels
+// the same for the first `size` channels only
 inline Row load_row(const float* from, int size) {
   if (size == ROW) return load_row(from);
   float values[ROW] = {};
@@ -161,7 +161,7 @@ inline Vector add_neighbours(Vector a, Vector b) {
 #endif
 }
 
-// the sums over the lanes of COUNT vectors; of LANES vectors, one in each lane
+// Sums over lanes: lane i of the result is the sum of vector i. Smaller COUNTs are partial sums.
 template <int COUNT = LANES>
 inline Vector sum_each(const Vector* vectors) {
   if constexpr (COUNT == 1)
@@ -190,18 +190,18 @@ struct Task {
         size(static_cast<int>(std::min(shape.group, shape.channels - first))) {}
 };
 
-// Values (C,) of an image, from the first channel of a group on; zeros if there are none.
+// Copy the values of a group's channels out of (N, C) or (C,); zeros if `values` is null.
 inline void load_values(const Task& task, const float* values, int64_t stride, float* to) {
   std::fill(to, to + LARGEST, 0.0f);
   if (values != nullptr) std::memcpy(to, values + task.image * stride + task.first, 4 * task.size);
 }
 
-// Mean and second moments of a group of an image, tile by tile, merged by Chan's formula. Every tile
-// is centered by itself, so no digits are lost where the mean is large beside the deviation.
+// Mean and second moments of a group of an image, tile by tile, merged by Chan's formula. Each tile
+// is centered by its own mean, so no digits are lost where means are large beside deviations.
 struct Merged {
   double mean[LARGEST] = {};
   int64_t count = 0;
-  std::vector<float> between;  // (K, K), of the means of the tiles
+  std::vector<float> between;  // (K, K), second moments of the means of the tiles
   int size;
 
   explicit Merged(int size) : between(size * size), size(size) {}
@@ -224,19 +224,19 @@ struct Merged {
   }
 };
 
-// a tile of a group in contiguous layout: `size` rows of TILE values, with zeros behind the last
-// pixel up to the end of a register
+// A tile of a group in contiguous layout: `size` rows of TILE values, with zeros behind the last
+// pixel up to the end of its register.
 typedef float Planes[LARGEST][TILE];
 
 inline int padded(int size) { return (size + TALLER - 1) / TALLER * TALLER; }
 
 inline int vectors(int pixels) { return (pixels + LANES - 1) / LANES; }
 
-// values that fill whole registers
+// `size` rounded up to whole registers
 inline int whole(int size) { return vectors(size) * LANES; }
 
-// Copy `pixels` values of a channel, less the center, and fill a register up with zeros. Meanwhile
-// the same channel of the next tile is fetched. Returns the sum, to be added over lanes.
+// Copy `pixels` values of a channel minus the center, fill the last register with zeros, and
+// prefetch the same channel of the next tile. Returns the sum of the values, by lane.
 inline Vector copy_plane(float* to, const float* from, float center, int pixels) {
   Vector total = {};
   int p = 0;
@@ -258,8 +258,8 @@ inline void clear(Planes& tile, int size) {
   for (int i = size; i < padded(size); ++i) std::fill(tile[i], tile[i] + TILE, 0.0f);
 }
 
-// totals[i][j] += Σ_p a[i][p]·b[j][p], still to be added over lanes; of a symmetric product only
-// blocks with j >= i.
+// totals[i][j] += Σ_p a[i][p]·b[j][p], by lane. If the product is symmetric, only blocks with
+// j >= i are computed.
 inline void add_products(Vector* totals, const Planes& a, const Planes& b, int size, int steps,
                          bool symmetric) {
   const int rows = (size + TALL - 1) / TALL * TALL, row = whole(size);
@@ -277,7 +277,7 @@ inline void add_products(Vector* totals, const Planes& a, const Planes& b, int s
     }
 }
 
-// Add over lanes what `add_products` has added: (size, whole(size)).
+// Sum the totals of `add_products` over lanes: (size, whole(size)).
 inline void finish_products(const Vector* totals, int size, float* products) {
   for (int i = 0; i < size * whole(size); i += LANES) store(products + i, sum_each(totals + i));
 }
@@ -286,7 +286,7 @@ struct Moments {
   float *mean, *rest, *var, *inside;  // (N, C) three times, (N, G, K, K) or null
 };
 
-// Of the products, which have rows of whole(size), the upper triangle counts.
+// Write the moments. Rows of `products` have whole(size) values; only the upper triangle is read.
 void finish_moments(const Shape& shape, const Task& task, const Merged& merged,
                     const float* products, const Moments& out) {
   const int row = whole(task.size);
@@ -308,7 +308,7 @@ void finish_moments(const Shape& shape, const Task& task, const Merged& merged,
           (products[i * row + j] + merged.between[i * task.size + j]) * share;
 }
 
-// Σ of `size` values less `center`, and of their squares.
+// The sum of `size` values minus `center`, and that of the squares.
 inline void add_up(const float* from, float center, int size, float* total, float* squares) {
   Vector sums[WIDE] = {}, products[WIDE] = {};
   int p = 0;
@@ -382,7 +382,7 @@ inline void add_outer_products(Row* totals, const float (*a)[ROW], const float (
   }
 }
 
-// Σ of the rows less `center`, and of their squares.
+// The sum of the rows minus `center`, and that of the squares.
 inline void add_up_rows(const float* from, int64_t apart, int size, const Row& center, int pixels,
                         Row* total, Row* squares) {
   Row sums[CHAINS], products[CHAINS];
@@ -439,13 +439,13 @@ void measure_rows(const Shape& shape, const Task& task, const float* x, const Mo
   finish_moments(shape, task, merged, products, out);
 }
 
-// P·(x − m) + d ⊙ (x − m), a product that a map adds up.
+// One term of a map: P·(x − m) + d ⊙ (x − m).
 struct Term {
   const float *x, *less, *matrix, *diagonal;
   int64_t less_stride, diagonal_stride;  // from image to image
   bool transposed;
 
-  // P + Diag(d) of a group of an image, (K, K) with rows of LARGEST
+  // P + Diag(d) of a group of an image, (K, K), in rows of LARGEST values
   void load_operator(const Shape& shape, const Task& task, float (*to)[LARGEST]) const {
     const int64_t K = shape.group;
     const float* own = matrix == nullptr ? nullptr : matrix + task.group * K * K;
@@ -468,7 +468,7 @@ struct Map {
   bool relu;
 };
 
-// y = value + residual, activated. Of a vector, `size` values.
+// Store the first `size` values of relu(value + residual) at y[at].
 template <int TERMS>
 inline void finish_map(const Map<TERMS>& map, Vector value, int64_t at, int size, float* y) {
   if (size < LANES) {
@@ -486,14 +486,14 @@ inline void finish_map(const Map<TERMS>& map, Vector value, int64_t at, int size
   store(y + at, value);
 }
 
-// A tile of a group that is mapped.
+// A tile of every term of a map, with the matrices.
 template <int TERMS>
 struct MappedTile {
   alignas(64) Planes tiles[TERMS];
   float matrices[TERMS][LARGEST][LARGEST], constant[LARGEST];
   int size, pixels;
 
-  // Rows i … i + HEIGHT of the result, registers v … v + WIDTH, to y[at], y[at + stride], …
+  // Compute registers v … v + WIDTH of rows i … i + HEIGHT, for y[at], y[at + stride], …
   template <int HEIGHT, int WIDTH>
   inline void map(const Map<TERMS>& map, int i, int v, int64_t at, int64_t stride, float* y) const {
     Block<HEIGHT, WIDTH> block;
@@ -546,7 +546,7 @@ void map_planes(const Shape& shape, const Task& task, const Map<TERMS>& map, flo
         copy_plane(tile.tiles[k][j], from, less[k][j], tile.pixels);
       }
     for (int j = 0; map.residual != nullptr && j < task.size; ++j)
-      for (int p = 0; p < tile.pixels; p += LANES)  // of the next tile, as copy_plane for x
+      for (int p = 0; p < tile.pixels; p += LANES)  // the next tile, as copy_plane for x
         __builtin_prefetch(map.residual + here + j * shape.pixels + p + TILE);
     const int registers = vectors(tile.pixels), blocks = registers / WIDE * WIDE;
     for (int i = 0; i < task.size; i += TALL)
@@ -670,7 +670,7 @@ void gram_rows(const Shape& shape, const Task& task, const float* g, const float
   store_row(out.sums + task.image * shape.channels + task.first, sums, size);
 }
 
-// Products of the K×K matrices of a group, whose rows have `wide` values.
+// Algebra of the K×K matrices of a group, in rows of `wide` values.
 struct Square {
   int size, wide;
 
@@ -715,8 +715,8 @@ struct Square {
   }
 };
 
-// Eq. Newtoniter of one group in the coupled form of `functional.newton_inverse_sqrt`, with what
-// its steps leave for the gradients:
+// Eq. Newtoniter of one group in the coupled form of `functional.newton_inverse_sqrt`. Y, S and Z
+// of every step are kept for the gradients:
 //
 //     Y_0 = −Σ / (2 tr Σ),  Y_t = Y_{t−1}·S_{t−1};  S_t = 1.5 I + Z_{t−1}·Y_t;  Z_t = S_t·Z_{t−1}
 //
@@ -725,7 +725,7 @@ struct Newton {
   int steps;
   float ridge, floor;  // of Σ + (ridge · tr Σ / K + floor) · I
   Square square;
-  std::vector<float> memory;  // (steps, 3, K, K), then Σ and six more
+  std::vector<float> memory;  // (steps, 3, K, K), then Σ and six buffers of `backward`
   float trace = 0;
 
   Newton(int steps, int size, float ridge, float floor)
@@ -801,7 +801,7 @@ struct Newton {
   float* part(int number) { return memory.data() + number * square.values(); }
 };
 
-// each(task, newton) for the groups of an image, all that there is
+// each(task, newton) for every group
 template <typename Each>
 void for_each_group(const Shape& shape, int threads, int steps, float ridge, float floor,
                     const Each& each) {
@@ -821,8 +821,8 @@ struct Windows {
   int64_t count() const { return down() * across(); }
 };
 
-// One pixel of each of `count` windows beside each other: the largest value so far, with sign −1 the
-// smallest.
+// Update the largest values of `count` neighbouring windows by one pixel of each; `most` holds them
+// times the sign, so with sign −1 they are the smallest.
 inline void take_larger(const float* x, int64_t apart, const float* sign, int64_t count,
                         float* most) {
   for (int64_t k = 0; k < count; ++k) {
@@ -831,8 +831,8 @@ inline void take_larger(const float* x, int64_t apart, const float* sign, int64_
   }
 }
 
-// The gradient of one pixel of each window. `rest` is what the window still has to give: all of its
-// gradient goes to the first of its pixels that has the largest value.
+// The gradient of one pixel of each window. The first pixel with the largest value gets all of the
+// window's gradient; `rest` is that gradient until then, and 0 afterwards.
 inline void give_gradient(const float* x, int64_t apart, const float* sign, int64_t count,
                           const float* most, float* rest, float* gradient) {
   for (int64_t k = 0; k < count; ++k) {
@@ -843,9 +843,9 @@ inline void give_gradient(const float* x, int64_t apart, const float* sign, int6
   }
 }
 
-// Pool a group of an image into `pooled`; or, if there is a gradient g of that, write the gradient
-// of x. The windows beside each other are those of a row of a channel, in channels_last those of
-// the channels.
+// Pool a group of an image into `pooled`; or, given the gradient g of `pooled`, write the gradient
+// of x. Windows processed together are those of one row of a channel; in channels_last, those of
+// all channels of the group at one place.
 void pool(const Shape& shape, const Windows& windows, bool rows, const Task& task, const float* x,
           const float* signs, float* pooled, const float* g, float* gradient) {
   const int64_t across = windows.across(), count = rows ? task.size : across;
@@ -901,7 +901,7 @@ inline float dot(const float* a, const float* b, int64_t size) {
   return total;
 }
 
-// The gate's input: the variance over s, scaled down where its square would overflow.
+// The gate's input: variance / s, scaled down where its square would overflow.
 void gate_input(const Gate& gate, const float* var, int64_t channels, float* input) {
   const float most = std::numeric_limits<float>::max();
   const float inv = *gate.inv_std * *gate.inv_std;
@@ -1016,7 +1016,7 @@ void cenet_newton_gradient(int64_t channels, int64_t group, int threads, int ste
   });
 }
 
-// A few images at a time are measured, gated and mapped, while they are in the cache.
+// A few images at a time are measured, gated and mapped, so that they stay in the cache meanwhile.
 void cenet_folded(int64_t images, int64_t channels, int64_t pixels, int64_t group, int rows,
                   int threads, const float* x, const float* matrix, const float* w1,
                   const float* norm_weight, const float* norm_bias, const float* w2,

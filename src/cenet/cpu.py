@@ -1,21 +1,22 @@
-"""The passes over a feature map on a CPU, compiled from cpu.cpp: what PyTorch takes several for.
+"""Compiled passes over a feature map on a CPU: each does the work of several passes of PyTorch.
 
-`functional` calls them for float32 tensors where `can_take` allows it, and does the same in plain
-PyTorch elsewhere. They are compiled when they are first needed, with the C++ compiler that
-torch.compile uses, too; that takes two seconds and is kept in the user's cache. Without a compiler,
-on another system than Linux, or inside `cenet.ops.backend("torch")`, nothing is compiled or called.
+`functional` calls them for float32 tensors if `can_take` allows it, and computes the same in plain
+PyTorch otherwise. cpu.cpp is compiled when a pass is first needed, by the C++ compiler that
+torch.compile uses too. That takes two seconds, and the result is kept in the user's cache. Without
+a compiler, on systems other than Linux, and inside `cenet.ops.backend("torch")`, nothing is
+compiled or called.
 
     measure     mean, variance and second moments of every image
-    apply       y = P·(x − m) + d_n ⊙ (x − m) + c_n, with the residual and ReLU behind it
+    apply       y = P·(x − m) + d_n ⊙ (x − m) + c_n; then a residual and ReLU, if given
     gram        Σ g·(x − m)ᵀ and Σ g: gradients of P, d and c
-    gradient    Pᵀ·g + d ⊙ g + Q·(x − m) + e ⊙ (x − m) + f: that of x, from map and moments
-    pool        the largest value of each window; `spread` is its gradient
+    gradient    Pᵀ·g + d ⊙ g + Q·(x − m) + e ⊙ (x − m) + f: gradient of x by map and moments
+    pool        the largest value of each window; `spread` computes the gradient
     folded      a whole layer in deployment: measure, gate, apply
 
-Feature maps are contiguous or channels_last, and results keep the layout. One more function works
-on small matrices, where PyTorch would take longer to begin its operations than to compute:
+Feature maps are contiguous or channels_last, and results keep the layout. Two more functions work
+on small matrices, for which PyTorch spends more time on starting operations than on computing:
 
-    newton      W of every group by Newton's iteration, and `newton_gradients`
+    newton      W of every group by Newton's iteration; `newton_gradients` differentiates it
 
 Results are the same for every number of threads.
 """
@@ -43,15 +44,15 @@ from cenet.internals import increment_version, intercepts_operators
 enabled = True
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-# channels of a group: the size of buffers in cpu.cpp, and its one vector of channels_last
+# most channels of a group: size of the buffers in cpu.cpp, and of a `Row` there (channels_last)
 LARGEST_GROUP, LARGEST_GROUP_OF_ROWS = 64, 16
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp")
-# of the instructions that torch uses itself
+# compiler flags for the vector instructions that torch uses on this processor
 INSTRUCTIONS = {
     "AVX512": ("-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mfma"),
     "AVX2": ("-mavx2", "-mfma"),
 }
-SECONDS = 120  # that the compiler may take
+SECONDS = 120  # time limit of the compiler
 
 
 class Library(NamedTuple):
@@ -78,7 +79,7 @@ def _compiled() -> Path:
     compiler = shutil.which(wanted)
     if compiler is None:
         raise RuntimeError(f"there is no C++ compiler {wanted}; install g++, or set CXX")
-    # the threads of torch itself, so that two pools do not wait for each other
+    # the OpenMP library of torch itself, so that there is one pool of threads and not two
     loaded = re.findall(r"/\S+/lib(?:gomp|iomp5|omp)\S*", Path("/proc/self/maps").read_text())
     if not loaded:
         raise RuntimeError("torch has loaded no OpenMP library")
@@ -100,7 +101,7 @@ def _compiled() -> Path:
             run = subprocess.run([compiler, *step], capture_output=True, text=True, timeout=SECONDS)
             if run.returncode != 0:
                 told = [line for line in run.stderr.splitlines() if "error" in line]
-                reason = (told or ["it says no more"])[0]
+                reason = (told or ["no error message"])[0]
                 raise RuntimeError(f"{compiler} ends with {run.returncode}: {reason}")
         built.replace(folder / name)
     return folder / name
@@ -118,10 +119,10 @@ def _cache() -> Path:
 
 
 def can_take(x: Tensor, group_size: int = 1) -> bool:
-    """Whether the passes can take x, or `functional` has to do without them.
+    """Whether the passes can work on x; if not, `functional` uses plain PyTorch.
 
-    They cannot be traced or transformed, and know neither subclasses of Tensor nor forward
-    gradients.
+    They cannot be traced or transformed, and support neither subclasses of Tensor nor forward-mode
+    derivatives.
     """
     if not _is_plain(x) or x.dim() != 4:
         return False
@@ -130,14 +131,14 @@ def can_take(x: Tensor, group_size: int = 1) -> bool:
 
 
 def can_iterate(cov: Tensor, scale: Tensor) -> bool:
-    """Whether `newton` can take these tensors."""
+    """Whether `newton` can work on these tensors."""
     if not _is_plain(cov) or not _is_plain(scale):
         return False
     return cov.shape[-1] <= LARGEST_GROUP and library().missing is None
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Whether x is an ordinary tensor in float32, and nobody but its values matters."""
+    """Whether x is an ordinary float32 tensor on a CPU, not empty, traced or transformed."""
     if intercepts_operators() or not enabled:
         return False
     kind = type(x)
@@ -159,8 +160,9 @@ def measure(x: Tensor, group_size: int | None) -> tuple[Tensor, Tensor, Tensor, 
     """Measure every image of x (N, C, H, W).
 
     Returns:
-        Its mean as float32 has it, and what that leaves of the mean, both (N, C); the variance,
-        (N, C); and the second moments of the groups (N, G, K, K), unless `group_size` is None.
+        The mean rounded to float32, and the part of the mean that rounding cut off, both (N, C);
+        the variance, (N, C); the second moments of the groups, (N, G, K, K), or None if
+        `group_size` is None.
     """
     n, channels = x.shape[:2]
     mean, rest, var = (x.new_empty(n, channels) for _ in range(3))
@@ -248,13 +250,13 @@ def gram(g: Tensor, x: Tensor, less: Tensor | None, group_size: int) -> tuple[Te
 
 
 def newton(cov: Tensor, scale: Tensor, steps: int, ridge: float, floor: float) -> Tensor:
-    """W of each group, `functional.decorrelation`; in the padding of the last one, the identity.
+    """W of each group, as `functional.decorrelation`; the identity in the padding of the last one.
 
     Args:
         cov: covariances, (G, K, K).
-        scale: of the norm, (C,).
-        steps: of Newton's iteration.
-        ridge, floor: Σ + (ridge · tr Σ / K + floor) · I is what is inverted.
+        scale: factor of the norm, (C,).
+        steps: number of steps of Newton's iteration.
+        ridge, floor: the iteration starts from Σ + (ridge · tr Σ / K + floor) · I.
     """
     W = torch.empty_like(cov, memory_format=torch.contiguous_format)
     cov, scale = cov.contiguous(), scale.contiguous()
@@ -287,8 +289,8 @@ def pool(x: Tensor, side: int, sign: Tensor) -> Tensor:
 
     Args:
         x: images, (N, C, H, W).
-        side: of the windows; those at the border may be partial.
-        sign: ±1 for every channel; of one with −1 the smallest value is taken.
+        side: height and width of a window; windows at the border may be partial.
+        sign: ±1 for every channel; where it is −1, the smallest value is taken.
     """
     n, channels, height, width = x.shape
     shape = (n, channels, -(-height // side), -(-width // side))
@@ -341,11 +343,11 @@ def folded(
     Args:
         x: images, (N, C, H, W).
         layer: the tensors of the layer.
-        norm_eps: of the LayerNorm in the gate.
-        largest: input of the gate from which it is scaled down.
+        norm_eps: ε of the LayerNorm in the gate.
+        largest: largest input of the gate; rows with larger ones are scaled down.
         residual: of the shape of x.
         relu: whether ReLU comes last.
-        in_place: the result takes the place of x, which saves the time to get new memory.
+        in_place: write the result over x, which saves the time for allocating memory.
     """
     layer = FoldedLayer._make(tensor.contiguous() for tensor in layer)
     residual = None if residual is None else _like(residual, x)
@@ -386,7 +388,7 @@ def _products(x: Tensor, group_size: int) -> Tensor:
 
 
 def _values(values: Tensor | None) -> tuple[Tensor | None, ctypes.c_int64]:
-    """Values of channels, and how far apart those of two images are."""
+    """Values per channel, contiguous, and their stride from image to image (0 for one row)."""
     if values is None:
         return None, ctypes.c_int64(0)
     values = values.contiguous()
@@ -394,7 +396,7 @@ def _values(values: Tensor | None) -> tuple[Tensor | None, ctypes.c_int64]:
 
 
 def _shape(x: Tensor, group_size: int) -> tuple[Any, ...]:
-    """The arguments with which every pass begins."""
+    """The first arguments of every pass."""
     n, channels, height, width = x.shape
     sizes = (n, channels, height * width, group_size)
     flags = (int(_is_in_rows(x)), torch.get_num_threads())
