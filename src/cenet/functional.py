@@ -48,43 +48,44 @@ class Moments(NamedTuple):
     var: Tensor  # (N, C)
     cov: Tensor | None  # (G, K, K)
     pixels: int  # L
-    window_mean: Tensor | None = None  # (N, C), of what cov is taken of: x, or its pooled windows
+    window_mean: Tensor | None = None  # (N, C), of the values behind cov: x, or its pooled windows
 
 
 class Centered(NamedTuple):
     """Images with a constant subtracted from every channel: x = values − less + offset + center.
 
-    Measured and mixed as they are, images cost float32 as many digits as mean / deviation has:
-    gradients are then sums of large terms that cancel. What is subtracted is added again in the
-    coefficients, so the block does not depend on it, and it needs no gradient.
+    Without this, float32 would lose as many digits as mean / deviation has, because gradients would
+    be sums of large terms that cancel. The coefficients add the constant again, so the output does
+    not depend on it, and it needs no gradient.
     """
 
     values: Tensor  # (N, C, H, W)
     offset: Tensor | None = None  # (N, C), of the images
     center: Tensor | None = None  # (C,)
-    less: Tensor | None = None  # (N, C) or (1, C): what `mix` has still to subtract from values
-    meeting: "Meeting | None" = None  # for `mix`
+    less: Tensor | None = None  # (N, C) or (1, C), still to be subtracted from values, by `mix`
+    meeting: "Meeting | None" = None  # to be passed to `mix`
 
 
 class Meeting:
-    """Where the gradients of images from `mix` and from measuring meet, to be one compiled pass.
+    """Joins two gradients of images, that of `mix` and that of measuring, in one compiled pass.
 
-    Backward, the map comes first. It leaves its matrices here, and hands its gradient on as it is.
-    Measuring then computes both. That works for images that are used once: not if they are mapped
-    twice, nor after a backward pass that can itself be differentiated.
+    In the backward pass `mix` comes first. It stores its matrices here and returns the gradient of
+    its output unchanged; the backward of measuring takes the matrices and computes both gradients.
+    That is possible only if the images are used once: not if they are mapped twice, nor after a
+    backward pass that can itself be differentiated.
 
     Attributes:
         uses: how often the images have been used.
-        left: matrices and factors of the map, between the two.
+        left: matrices and factors of the map, stored until measuring takes them.
     """
 
     def __init__(self) -> None:
-        """Nothing has been mapped."""
+        """Start with images that have not been mapped."""
         self.uses = 0
         self.left: tuple[Tensor, Tensor | None] | None = None
 
     def take(self) -> tuple[Tensor, Tensor | None] | None:
-        """What the map has left, once."""
+        """Return what the map has stored, and forget it."""
         left, self.left = self.left, None
         return left
 
@@ -180,10 +181,10 @@ class _Moments(torch.autograd.Function):
     total variance of Appendix B, for the whole matrix): both parts are positive semidefinite. The
     gradient is linear in the values, so backward is a `mix`, and differentiable again.
 
-    The mean is that of the values: what rounding left of the mean that was subtracted, which
-    matters where that was large. The values are a result, so that backward can add the gradients of
-    measuring and of mapping in place. With a `meeting` all of it is done by compiled passes, the
-    values are x, and `less` is left to `mix`.
+    The mean that is returned is that of the centered values: the rounding error of the mean that
+    was subtracted, which matters if that was large. The centered values are a result too, so that
+    backward can add the gradients of measuring and of mapping in place. With a `meeting`, compiled
+    passes do all of this; then the values are x itself, and `mix` subtracts `less`.
     """
 
     @staticmethod
@@ -194,7 +195,7 @@ class _Moments(torch.autograd.Function):
             values = x.view_as(x)
             less, mean, var, inside = cpu.measure(x, group_size)
         else:
-            x = x.contiguous()  # all products with the pixels of a group need them so
+            x = x.contiguous()  # the matrix products over the pixels of a group need it
             less = image_means(x)
             values = x - less[:, :, None, None]
             mean, var, inside = _measure(values, group_size)
@@ -212,7 +213,7 @@ class _Moments(torch.autograd.Function):
         ctx.save_for_backward(values if inputs[2] is None else inputs[0], less, mean)
         ctx.mark_non_differentiable(less)
         ctx.group_size, ctx.meeting = inputs[1:]
-        ctx.set_materialize_grads(False)  # zeros as large as the values, if they are not mapped
+        ctx.set_materialize_grads(False)  # no zeros in the size of values that are not mapped
 
     @staticmethod
     def backward(
@@ -278,9 +279,10 @@ def _of_each_image(matrix: Tensor, vectors: Tensor) -> Tensor:
 
 
 def _from_batch_mean(less: Tensor, mean: Tensor) -> Tensor:
-    """Distance of the means of images, less + mean, from that of the batch, (N, C).
+    """Mean of each image, less + mean, minus the mean of the batch, (N, C).
 
-    Added to the first, the second would be rounded away where the first is large.
+    `mean` is small. If `less` is large, it must first lose the batch's mean, or their sum would
+    round `mean` away.
     """
     whole = less - less.mean(0) + mean
     return whole - whole.mean(0)
@@ -352,7 +354,7 @@ def _pool(x: Tensor, pool: int, sign: Tensor | None) -> Tensor:
 
 
 class _Pooled(torch.autograd.Function):
-    """`_pooled` by a compiled pass; torch's own on a CPU takes longer than all of the layer."""
+    """`_pooled` by a compiled pass; torch's pooling on a CPU takes longer than the whole layer."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, pool: int, sign: Tensor) -> Tensor:
@@ -372,7 +374,7 @@ class _Pooled(torch.autograd.Function):
 
 
 def _centered(x: Tensor, group_size: int | None) -> tuple[Any, ...]:
-    """The results of `_Moments`, and, if they come from a compiled pass, where gradients meet."""
+    """The results of `_Moments`, and a `Meeting` if they come from a compiled pass, else None."""
     if not cpu.can_take(x, group_size or 1):
         return *_Moments.apply(x, group_size, None), None
     meeting = Meeting()
@@ -384,10 +386,9 @@ def newton_inverse_sqrt(sigma: Tensor, steps: int = 3) -> Tensor:
     """Newton iterate for (Σ / tr Σ)^{-1/2} after `steps` steps, Eq. Newtoniter.
 
     The number of steps is part of the definition: at 3 the iterate is far from converged, and its
-        spectrum lies
-    in [1, 1.5^steps] for every positive semidefinite Σ. Computed in the coupled form Y →
-    (Σ/trΣ)^{1/2}, Z → (Σ/trΣ)^{-1/2}: the same polynomial as the printed iteration, without its
-    instability.
+    spectrum lies in [1, 1.5^steps] for every positive semidefinite Σ. Computed in the coupled form
+    Y → (Σ/trΣ)^{1/2}, Z → (Σ/trΣ)^{-1/2}: the same polynomial as the printed iteration, without
+    its instability.
 
     Shape: (…, K, K) -> (…, K, K).
     """
@@ -458,15 +459,15 @@ class _Decorrelation(torch.autograd.Function):
 
 
 def inverse_std(var: Tensor, scale: Tensor, eps: float = 1e-5) -> Tensor:
-    """s^{-1/2}, s the mean of σ̃² = var ⊙ scale² over all (Eq. inputAII, Eq. reparam1)."""
+    """s^{-1/2}; s is the mean of σ̃² = var ⊙ scale² over (N, C) (Eq. inputAII, Eq. reparam1)."""
     return ((var * scale.square()).mean() + eps).rsqrt()
 
 
 def gate_input(variance: Tensor) -> Tensor:
-    """Scale the rows of the gate's input down whose square would overflow; (N, C) -> (N, C).
+    """Scale down those rows of the gate's input whose squares would overflow; (N, C) -> (N, C).
 
-    The gate's LayerNorm takes the scale out again, so that neither its value nor, with a constant
-    factor, its gradient depends on it.
+    The gate's LayerNorm removes the factor again, so the gate's value does not depend on it. Nor
+    does the gradient, because the factor counts as a constant.
     """
     variance = variance.clamp(max=torch.finfo(variance.dtype).max)
     largest = variance.detach().amax(-1, keepdim=True)
@@ -488,8 +489,9 @@ def instance_gate(variance: Tensor, gate: Gate) -> Tensor:
 def instance_gain(var: Tensor, scale: Tensor, inv_std: Tensor, gate: Gate) -> Tensor:
     """Instance reweighting a_n = gate(σ̃²_n / s) · s^{-1/2} (Eq. inputAII, Eq. reparam1).
 
-    The gate sees σ̃²/s. Its LayerNorm makes that the function of the paper, and the constant inside
-    it no longer switches the gate off when the norm's scale is small.
+    The gate's input is σ̃²/s. Its LayerNorm removes the factor 1/s, so this is the function of the
+    paper, except that the LayerNorm's ε no longer switches the gate off when the norm's scale is
+    small.
 
     Shape: var (N, C), scale (C,), inv_std () -> (N, C).
     """
@@ -556,7 +558,7 @@ def mix(
         d: factors of channels, (N, C), (1, C) or None.
         c: constants, (N, C) or (1, C).
         less: (N, C) or (1, C), subtracted from x first; None for zero.
-        meeting: that of x, where x are images from `centered_moments`.
+        meeting: `Centered.meeting`, if x comes from `centered_moments`.
 
     Shape: x (N, C, H, W) -> (N, C, H, W), in the dtype and memory format of x.
     """
@@ -571,7 +573,7 @@ def mix(
 def _mix(
     values: Tensor, P: Tensor | None, d: Tensor | None, c: Tensor, less: Tensor | None
 ) -> Tensor:
-    """`mix` in plain PyTorch; contiguous, if there is a P."""
+    """`mix` in plain PyTorch; the result is contiguous if there is a P."""
     if less is not None:
         values = values - less[:, :, None, None]
     if P is None:
@@ -585,15 +587,15 @@ def _mix(
         operator.expand(n, -1, -1, -1).reshape(n * groups, group_size, group_size),
         _grouped_pixels(values, group_size),
     )
-    # not a view to autograd, so that a residual block may add to it in place at no cost
+    # autograd does not take it for a view, so that a residual block may add to it in place for free
     shape = [n, groups * group_size, height, width]
-    # and as a view in a trace, where the arguments of the other would be those of this batch
+    # a trace gets an ordinary view, because it would fix the arguments of `unsafe_view`
     y = y.view(shape) if is_tracing() else cast(Tensor, unsafe_view(y, shape))
     return y if groups * group_size == channels else y[:, :channels]
 
 
 class _Mapped(torch.autograd.Function):
-    """`mix` by a compiled pass, and its gradients by two; the second may be left to `_Moments`."""
+    """`mix` as a compiled pass, its gradients as two; the second may be left to `_Moments`."""
 
     @staticmethod
     def forward(

@@ -20,13 +20,14 @@ from cenet.nn.norms import is_hooked
 
 Branch = TypeVar("Branch", bound=EquilibriumLayer)
 
-# pixels from which products per image, with all of its map, are faster than products of all images
+# maps of so many pixels or more: one product per image is faster than one for all images
 ROWS_OF_LARGE_MAPS = 400
 
 
 class FoldedCE2d(nn.Module):
-    """CE in deployment, after a convolution that has absorbed the norm's scale: (M + Diag(a_n)) (x
-    + shift).
+    """CE in deployment: (M + Diag(a_n)) · (x + shift).
+
+    The convolution before it has absorbed the norm's scale.
 
     Shape: (N, C, H, W) -> (N, C, H, W).
     """
@@ -47,18 +48,18 @@ class FoldedCE2d(nn.Module):
         super().__init__()
         identity, _, reweighting = _shares(ce)
         matrix = fixed_matrix(ce)
-        # as the kernels take it: x − (−shift), standardized by 1, scaled by 1
+        # the rows that the kernels read, center, rstd, γ, β and offset: they only shift x
         one, zero = torch.ones_like(shift), torch.zeros_like(shift)
         self.register_buffer("values", torch.stack([-shift, one, one, zero, zero]))
         self.register_buffer("matrix", matrix)
         shifted = torch.zeros_like(shift) if matrix is None else mix_rows(shift, matrix)
-        self.register_buffer("matrix_shift", shifted.clone())  # not with the padding of a group
+        self.register_buffer("matrix_shift", shifted.clone())  # without padding
         self.register_buffer("gain_weight", reweighting)
-        # with a matrix, the identity is on its diagonal
+        # share of the identity; if there is a matrix, its diagonal holds it
         self.register_buffer("gain_offset", identity if matrix is None else 0 * identity)
         self.ir = _branch(ce, InstanceReweighting2d)
         self.act = act
-        # nothing else reads the output of the convolution, so the result may take its place
+        # whether nothing else reads the input, so that the result may be written over it
         self.owns_input = False
 
     @property
@@ -115,14 +116,14 @@ def _moments(x: Tensor) -> F.Moments:
     pixels = x.shape[2] * x.shape[3]
     mean = x.mean((2, 3), dtype=F.statistics_dtype(x))
     centered = x - mean[:, :, None, None]
-    if _is_in_rows(x):  # where norms of vectors are slow
+    if _is_in_rows(x):  # `vector_norm` is slow in this layout
         return F.Moments(mean, centered.square_().mean((2, 3)), None, pixels)
     spread = torch.linalg.vector_norm(centered, dim=(2, 3))
     return F.Moments(mean, spread.square() / pixels, None, pixels)
 
 
 def _compilable(folded: FoldedCE2d, x: Tensor, residual: Tensor | None) -> cpu.FoldedLayer | None:
-    """The tensors of a layer that a compiled pass can do as a whole, without gradients."""
+    """The layer for `cpu.folded`, or None if that cannot run it: with gradients or hooks, say."""
     ir, matrix = folded.ir, folded.matrix
     if torch.is_grad_enabled() or ir is None or matrix is None or ir.released:
         return None
@@ -167,8 +168,8 @@ def _compiled(
 def _is_in_rows(x: Tensor) -> bool:
     """Whether x is on a CPU in channels_last, each pixel a row, and needs no gradients.
 
-    It is then measured and mapped as it lies. `functional.mix` would copy it into contiguous layout
-    and the result back, which takes longer than all the rest.
+    Such an x is measured and mapped without a copy. `functional.mix` would copy it into contiguous
+    layout and the result back, which takes longer than the rest of the layer.
     """
     if x.device.type != "cpu" or x.dtype != F.statistics_dtype(x) or torch.is_grad_enabled():
         return False
@@ -243,7 +244,7 @@ def _fused(
 
 
 def fixed_matrix(ce: EquilibriumLayer) -> Tensor | None:
-    """The part of a CE layer in evaluation that is the same for every sample, (G, K, K), if any."""
+    """The matrix of a CE layer in evaluation for all samples, (G, K, K); None without `bd`."""
     bd = _branch(ce, BatchDecorrelation2d)
     if bd is None:
         return None

@@ -21,7 +21,7 @@ from cenet.nn.norms import (
     weight_sign,
 )
 
-# values of a batch norm, by which others merge it into a convolution
+# attributes of a batch norm that tools read to merge it into a convolution
 NORM_VALUES = frozenset({"running_mean", "running_var", "weight", "bias", "eps"})
 
 
@@ -29,7 +29,7 @@ class NormCE2d(nn.Module):
     """A norm followed by channel equilibrium and, if given, the activation.
 
     After a batch norm, norm and CE are one affine map per sample: x is measured once, mapped once,
-    and the norm's running statistics are kept as the norm would keep them. Any other norm runs
+    and the norm's running statistics move as they would in the norm. Any other norm runs
     first as it is; so does a SyncBatchNorm, unless CE is synchronized with the same ranks
     (`convert_sync_ce`). A checkpoint of the bare norm loads: its keys go to `norm.*`, and only
     `ce.*` keys are missing.
@@ -49,7 +49,7 @@ class NormCE2d(nn.Module):
     >>> y = layer(torch.randn(8, 64, 14, 14))
     """
 
-    # a residual block may end in it: forward(x, residual, act)
+    # a residual block may pass its shortcut and its activation: forward(x, residual, act)
     takes_residual = True
     __prepare_scriptable__ = refuse_script
 
@@ -86,7 +86,7 @@ class NormCE2d(nn.Module):
         """Normalize, equilibrate, add the residual if there is one, activate.
 
         On CUDA all of it is one operator (`cenet.ops`) if the norm is a batch norm and the
-        activation is ReLU, LeakyReLU, ELU or none; so a residual block may end in it.
+        activation is ReLU, LeakyReLU, ELU or none, also at the end of a residual block.
 
         Args:
             x: (N, C, H, W).
@@ -149,7 +149,7 @@ class NormCE2d(nn.Module):
             moments, images = ce.measure(values, batch=ce_batch, sign=sign)
         else:
             if torch.is_grad_enabled() and x.numel() > 0 and not (is_exporting() or is_tracing()):
-                # gradients of the parameters would lose digits where this mean is large
+                # uncentered, gradients of the parameters lose digits if this mean is large
                 mean = cast(Tensor, norm.running_mean).to(values.dtype, copy=True)
                 images = F.subtracted(values, mean)
             if branches.ir is not None:
@@ -165,9 +165,9 @@ class NormCE2d(nn.Module):
         return finish(F.in_layout_of(x, y.to(x.dtype)), act, residual)
 
     def __getattr__(self, name: str) -> Any:
-        """A part by its name; of a norm's own attributes, the reason why there are none.
+        """Look up a part by its name; for attributes of a norm, explain why there are none.
 
-        Others that merge a norm into a convolution ask for them: timm's `reparameterize_model`,
+        Tools that merge a norm into a convolution ask for them: timm's `reparameterize_model`,
         torch's `fuse_conv_bn_eval`.
         """
         if name in NORM_VALUES:
