@@ -1,4 +1,4 @@
-"""Arguments of a command line, parsed by tyro; what is wrong with them is said in one line."""
+"""What all commands share: arguments, parsed by tyro, one line about wrong ones, a progress bar."""
 
 import re
 import sys
@@ -13,6 +13,8 @@ from cenet.extras import require
 require("cli")
 
 import tyro
+from rich.console import Console
+from rich.progress import Progress, ProgressColumn, TimeRemainingColumn
 
 T = TypeVar("T")
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -20,6 +22,13 @@ EDGE = "╭╮╰╯│ "
 RULE = re.compile(
     "─|-+$"
 )  # a rule of the frame, with or without a headline in it; in ASCII without
+
+
+def progress_bar(*columns: ProgressColumn | str, shown: bool) -> Progress:
+    """A progress bar on stderr with these columns, and the time that remains behind them."""
+    return Progress(
+        *columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not shown
+    )
 
 
 def parse(kind: Any, **options: Any) -> Any:

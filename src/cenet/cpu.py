@@ -38,7 +38,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from cenet.internals import increment_version, intercepts_operators
+from cenet.internals import (
+    increment_version,
+    intercepts_operators,
+    is_channels_last,
+    memory_format_of,
+)
 
 # whether the passes may be used at all; `cenet.ops.backend` sets it
 enabled = True
@@ -126,7 +131,7 @@ def can_take(x: Tensor, group_size: int = 1) -> bool:
     """
     if not _is_plain(x) or x.dim() != 4:
         return False
-    largest = LARGEST_GROUP_OF_ROWS if _is_in_rows(x) else LARGEST_GROUP
+    largest = LARGEST_GROUP_OF_ROWS if is_channels_last(x) else LARGEST_GROUP
     return group_size <= largest and library().missing is None
 
 
@@ -153,7 +158,7 @@ def _is_plain(x: Tensor) -> bool:
 
 def dense(x: Tensor) -> Tensor:
     """x in a layout that the passes take; a copy only of a view with gaps."""
-    return x if x.is_contiguous() or _is_in_rows(x) else x.contiguous()
+    return x if x.is_contiguous() or is_channels_last(x) else x.contiguous()
 
 
 def measure(x: Tensor, group_size: int | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -294,7 +299,7 @@ def pool(x: Tensor, side: int, sign: Tensor) -> Tensor:
     """
     n, channels, height, width = x.shape
     shape = (n, channels, -(-height // side), -(-width // side))
-    pooled = torch.empty(shape, memory_format=_layout(x))
+    pooled = torch.empty(shape, memory_format=memory_format_of(x))
     _pool(x, side, sign, pooled, None, None)
     return pooled
 
@@ -309,7 +314,7 @@ def spread(g: Tensor, x: Tensor, side: int, sign: Tensor, pooled: Tensor) -> Ten
 def _pool(x: Tensor, side: int, sign: Tensor, *others: Tensor | None) -> None:
     sides = map(ctypes.c_int64, (*x.shape[2:], side))
     sign = sign.to(x.dtype).contiguous()
-    together = LARGEST_GROUP if _is_in_rows(x) else LARGEST_GROUP_OF_ROWS  # channels of a task
+    together = LARGEST_GROUP if is_channels_last(x) else LARGEST_GROUP_OF_ROWS  # channels of a task
     library().functions.cenet_pool(*_shape(x, together), *sides, *map(_pointer, (x, sign, *others)))
 
 
@@ -369,17 +374,9 @@ def folded(
     return y
 
 
-def _is_in_rows(x: Tensor) -> bool:
-    return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-
-
-def _layout(x: Tensor) -> torch.memory_format:
-    return torch.channels_last if _is_in_rows(x) else torch.contiguous_format
-
-
 def _like(y: Tensor, x: Tensor) -> Tensor:
     """y in the layout of x."""
-    return y.contiguous(memory_format=_layout(x))
+    return y.contiguous(memory_format=memory_format_of(x))
 
 
 def _products(x: Tensor, group_size: int) -> Tensor:
@@ -399,7 +396,7 @@ def _shape(x: Tensor, group_size: int) -> tuple[Any, ...]:
     """The first arguments of every pass."""
     n, channels, height, width = x.shape
     sizes = (n, channels, height * width, group_size)
-    flags = (int(_is_in_rows(x)), torch.get_num_threads())
+    flags = (int(is_channels_last(x)), torch.get_num_threads())
     return (*map(ctypes.c_int64, sizes), *map(ctypes.c_int, flags))
 
 

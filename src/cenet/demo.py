@@ -29,6 +29,7 @@ from torch import nn
 
 from cenet.analysis.channels import RARE
 from cenet.analysis.diagnosis import FILE, Diagnosis
+from cenet.arguments import progress_bar
 from cenet.diagnosing.command import diagnose_loaded, diagnose_named
 from cenet.diagnosing.network import find_network
 from cenet.formatting import count, percent
@@ -37,7 +38,6 @@ from cenet.run_folder import METRICS, read_metrics
 from cenet.train import RECIPES
 from cenet.train.job import Job, train
 from cenet.train.options import Options
-from cenet.train.progress import progress_bar
 
 ROWS = {"BN": "digits_plain", "BN+CE": "digits_ce"}
 RESCALED = "BN, rescaled"

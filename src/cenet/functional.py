@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import layer_norm, linear, max_pool2d, pad
 
 from cenet import cpu
-from cenet.internals import is_batched, is_tracing, unsafe_view
+from cenet.internals import is_batched, is_tracing, memory_format_of, unsafe_view
 
 # Σ + (RIDGE · tr Σ / K + RIDGE_FLOOR) · I: relative, so that weak channels keep their correlations;
 # the floor only decides what happens when a whole group is zero
@@ -136,17 +136,11 @@ def num_groups(channels: int, group_size: int) -> int:
     return -(-channels // group_size)
 
 
-def is_channels_last(x: Tensor) -> bool:
-    """Whether x is in channels_last layout; tensors that fit both layouts count as contiguous."""
-    return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-
-
 def in_layout_of(x: Tensor, y: Tensor) -> Tensor:
     """y in the memory layout of x: channels_last or contiguous."""
     if not torch.compiler.is_compiling() and (is_batched(x) or is_batched(y)):
         return y.contiguous()  # torch.vmap knows this layout only
-    layout = torch.channels_last if is_channels_last(x) else torch.contiguous_format
-    return y.contiguous(memory_format=layout)
+    return y.contiguous(memory_format=memory_format_of(x))
 
 
 def grouped(values: Tensor, group_size: int) -> Tensor:

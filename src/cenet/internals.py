@@ -1,7 +1,9 @@
 """Private names of torch, Triton, timm and multiprocessing, which a later release may move.
 
-No other file uses them. Each is looked up once, when it is imported. Where a release lacks one, a
-fallback takes its place, or a function that raises an error with advice.
+Beside them stands what torch has no name for at all: the memory layout of a feature map.
+
+No other file uses the private names. Each is looked up once, when it is imported. Where a release
+lacks one, a fallback takes its place, or a function that raises an error with advice.
 """
 
 import atexit
@@ -121,6 +123,19 @@ def _of_node(node: Node, name: str) -> Any:
         advice = "name the places of CE with filter_fn"
         _missing("torch", f"torch.autograd.graph.Node.{name}", advice)()
     return found
+
+
+# torch: memory layout
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """Whether x is in channels_last layout; tensors that fit both layouts count as contiguous."""
+    return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+
+
+def memory_format_of(x: Tensor) -> torch.memory_format:
+    """The layout of x, as torch wants it for a result: channels_last or contiguous."""
+    return torch.channels_last if is_channels_last(x) else torch.contiguous_format
 
 
 # torch: containers, many tensors at once, ranks

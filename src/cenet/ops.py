@@ -35,6 +35,7 @@ from cenet.internals import (
     hears_operators,
     increment_version,
     is_exporting,
+    memory_format_of,
     triton_cache_key,
 )
 from cenet.kernels.call import (
@@ -301,8 +302,7 @@ def _fake_sync_norm_ce_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _dense_like(x: Tensor, *args: Any) -> Tensor:
-    layout = torch.channels_last if F.is_channels_last(x) else torch.contiguous_format
-    return torch.empty_like(x, memory_format=layout)
+    return torch.empty_like(x, memory_format=memory_format_of(x))
 
 
 class _NormCE(torch.autograd.Function):

@@ -20,6 +20,7 @@ from cenet.analysis.diagnose import diagnose, without_prunable
 from cenet.analysis.diagnosis import Cam, Diagnosis, Images, Layer, Model, Skipped
 from cenet.analysis.gradcam import overlays
 from cenet.analysis.verdict import Evidence, judge
+from cenet.arguments import progress_bar
 from cenet.data.datasets import CIFAR10_FOLDER, Resident, load_test
 from cenet.data.loaders import evaluation_batches
 from cenet.diagnosing.images import NOT_AN_IMAGE, ImageStream, find_images
@@ -28,7 +29,6 @@ from cenet.distributed import start
 from cenet.files import check_is_folder
 from cenet.formatting import percent
 from cenet.report import write_diagnosis
-from cenet.train.progress import progress_bar
 from cenet.train.recipes import RECIPES
 
 SLOW = "ablation runs the network once for each channel; --ablation-images 0 skips it"

@@ -14,10 +14,9 @@ from math import prod
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from cenet.functional import is_channels_last
+from cenet.internals import is_channels_last, memory_format_of
 from cenet.kernels import mix, small_maps
 from cenet.kernels.averages import average_
 from cenet.kernels.call import (
@@ -245,8 +244,7 @@ def dense(x: Tensor) -> Tensor:
 
 def like(tensor: Tensor, x: Tensor) -> Tensor:
     """`tensor` in the dtype and layout of x."""
-    layout = torch.channels_last if is_channels_last(x) else torch.contiguous_format
-    return tensor.to(x.dtype).contiguous(memory_format=layout)
+    return tensor.to(x.dtype).contiguous(memory_format=memory_format_of(x))
 
 
 def run_recorded(

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cenet.functional import is_channels_last
+from cenet.internals import is_channels_last
 from cenet.kernels.call import Mode
 from cenet.kernels.launch import empty, launch
 from cenet.kernels.pooling import MEASURE_TILE, measure_pooled_kernel, pooled_walk

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cenet.functional import is_channels_last
+from cenet.internals import is_channels_last
 from cenet.kernels.call import FUSED_ACTIVATIONS
 from cenet.kernels.launch import empty, launch
 from cenet.kernels.mix import Map, StatisticsGradient, Sums

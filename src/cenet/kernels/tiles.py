@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cenet.functional import is_channels_last
+from cenet.internals import is_channels_last
 from cenet.kernels.call import BATCH, FUSED_ACTIVATIONS, RUNNING
 from cenet.kernels.launch import INTERPRETED
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 import cenet.nn.fused as fused
 from cenet import cpu, ops
 from cenet import functional as F
-from cenet.internals import hears_operators, is_batched, is_tracing
+from cenet.internals import hears_operators, is_batched, is_channels_last, is_tracing
 from cenet.kernels.call import FoldedCECall
 from cenet.nn.base import EquilibriumLayer, call_as_leaf, finish, is_proxy, refuse_script
 from cenet.nn.equilibrium import (
@@ -175,7 +175,7 @@ def _is_in_rows(x: Tensor) -> bool:
         return False
     if torch.compiler.is_compiling() or is_tracing() or is_batched(x):
         return False
-    return F.is_channels_last(x)
+    return is_channels_last(x)
 
 
 def _map_rows(x: Tensor, matrix: Tensor, d: Tensor | None, c: Tensor) -> Tensor:

@@ -5,17 +5,11 @@ import time
 from contextlib import ExitStack
 from datetime import timedelta
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn
+
+from cenet.arguments import progress_bar
 
 SILENCE = 60.0  # longest time without a line in a log, in seconds
-
-
-def progress_bar(*columns: ProgressColumn | str, shown: bool) -> Progress:
-    """A progress bar on stderr with these columns, and the time that remains behind them."""
-    return Progress(
-        *columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not shown
-    )
 
 
 class TrainingProgress:
