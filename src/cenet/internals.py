@@ -1,6 +1,6 @@
 """Private names of torch, Triton, timm and multiprocessing, which a later release may move.
 
-Beside them stands what torch has no name for at all: the memory layout of a feature map.
+Beside them stands what torch has no name for at all, such as the memory layout of a feature map.
 
 No other file uses the private names. Each is looked up once, when it is imported. Where a release
 lacks one, a fallback takes its place, or a function that raises an error with advice.
@@ -125,7 +125,7 @@ def _of_node(node: Node, name: str) -> Any:
     return found
 
 
-# torch: memory layout
+# torch: memory
 
 
 def is_channels_last(x: Tensor) -> bool:
@@ -136,6 +136,13 @@ def is_channels_last(x: Tensor) -> bool:
 def memory_format_of(x: Tensor) -> torch.memory_format:
     """The layout of x, as torch wants it for a result: channels_last or contiguous."""
     return torch.channels_last if is_channels_last(x) else torch.contiguous_format
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may use on a GPU."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    without = properties.shared_memory_per_block  # as much as every program may use unasked
+    return int(getattr(properties, "shared_memory_per_block_optin", without))
 
 
 # torch: containers, many tensors at once, ranks

@@ -36,6 +36,7 @@ from cenet.internals import (
     increment_version,
     is_exporting,
     memory_format_of,
+    shared_memory,
     triton_cache_key,
 )
 from cenet.kernels.call import (
@@ -57,6 +58,8 @@ Backend = Literal["auto", "triton", "torch"]
 BACKENDS = ("auto", "triton", "torch")
 HAS_TRITON = find_spec("triton") is not None
 LARGEST_GROUP = 64
+# bytes of shared memory that groups of more than 32 channels need
+ROOM_FOR_LARGEST, LARGEST_IN_LESS = 144 * 2**10, 32
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -149,6 +152,9 @@ def _why_not(
         return f"a parameter is not on {x.device}"
     if group_size > LARGEST_GROUP:
         return f"group_size={group_size} is more than {LARGEST_GROUP}"
+    if group_size > LARGEST_IN_LESS and (room := shared_memory(x.device)) < ROOM_FOR_LARGEST:
+        where = f"on a GPU with {room // 2**10} KB of shared memory"
+        return f"group_size={group_size} is more than {LARGEST_IN_LESS} {where}"
     if x.numel() == 0 and not synchronized:
         return "the batch is empty"
     if is_exporting():

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cenet.internals import is_channels_last
+from cenet.internals import is_channels_last, shared_memory
 from cenet.kernels.call import BATCH, FUSED_ACTIVATIONS, RUNNING
 from cenet.kernels.launch import INTERPRETED
 
@@ -45,10 +45,14 @@ GRAD_D = tl.constexpr(1)
 GRAD_C_W = tl.constexpr(2)
 GRAD_D_W = tl.constexpr(3)
 
+# channels of a tile in half precision, unless a group has more
+WIDEST = 64
 # upper bound on splits per sample: one program later reduces over all of them
 MOST_SPLITS = 128
 # with fewer programs the device is not full
 FEW_PROGRAMS = 256
+# bytes of shared memory that tiles of 64 channels need
+ROOM_FOR_WIDEST = 96 * 2**10
 # maps of at most so many pixels have kernels of their own: with more, a sample fills a tile
 SMALL_MAP = 8
 # distance of a mean from 0, in standard deviations, beyond which x is shifted before products
@@ -107,22 +111,29 @@ def walk(
     group_size: int,
     raw: bool,
     choices: tuple[Tile, ...],
-    most_splits: int = MOST_SPLITS,
+    most_splits: int,
+    widest: int,
 ) -> Walk:
     """Cut x up by the first choice that fits its pixels and fills the device, or by the last."""
     for tile in choices:
         if pixels >= tile.least:
-            cut = _cut(n, channels, pixels, group_size, raw, tile, most_splits)
+            cut = _cut(n, channels, pixels, group_size, raw, tile, most_splits, widest)
             if cut.rows(n) * cut.blocks(channels, group_size) >= FEW_PROGRAMS:
                 break
     return cut
 
 
 def _cut(
-    n: int, channels: int, pixels: int, group_size: int, raw: bool, tile: Tile, most_splits: int
+    n: int,
+    channels: int,
+    pixels: int,
+    group_size: int,
+    raw: bool,
+    tile: Tile,
+    most_splits: int,
+    widest: int,
 ) -> Walk:
-    # with more elements per warp, registers spill
-    widest, most_per_warp = (64, 2048) if raw else (32, 512)
+    most_per_warp = 2048 if raw else 512  # with more elements, registers spill
     least_channels = min(tile.channels, widest)
     tile_channels = max(least_channels, power_of_2(group_size))
     tile_pixels = max(16, tile.pixels * least_channels // tile_channels)  # tl.dot needs 16
@@ -143,8 +154,14 @@ def walk_over(
 ) -> Walk:
     """Cut x up by the tiles for its layout: channels_last or not."""
     n, channels, height, width = x.shape
-    choices = tiles[is_channels_last(x)]
-    return walk(n, channels, height * width, group_size, is_raw(x), choices, most_splits)
+    choices, raw = tiles[is_channels_last(x)], is_raw(x)
+    widest = WIDEST if raw and room_for(x) >= ROOM_FOR_WIDEST else WIDEST // 2
+    return walk(n, channels, height * width, group_size, raw, choices, most_splits, widest)
+
+
+def room_for(x: Tensor) -> int:
+    """Bytes of shared memory for a program that works on x."""
+    return shared_memory(x.device) if x.is_cuda else ROOM_FOR_WIDEST
 
 
 def is_raw(x: Tensor) -> bool:
