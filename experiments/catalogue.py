@@ -363,7 +363,12 @@ OURS: tuple[Result, ...] = (
     ),
     lasting(
         "lasting", "Learning that lasts: VGG-16, 10,000 images of CIFAR-10 (JPEG copy)",
-        "does a network with CE keep its ability to learn over 25 tasks with labels drawn anew?", 3,
+        "does a network with CE keep its ability to learn over 25 tasks with labels drawn anew?",
+        "vgg16", 3,
+    ),
+    lasting(
+        "lasting_digits", "Learning that lasts: vgg6, 1,347 images of digits, on a CPU",
+        "the same at a small scale", "vgg6", 3,
     ),
 )  # fmt: skip
 

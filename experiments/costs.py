@@ -22,6 +22,7 @@ MULTIPLY_ADDS = {  # billions at 224×224
 }  # fmt: skip
 # small networks wait for memory and launches, not for arithmetic
 FASTEST = 4.0  # times ResNet-50
+ON_A_CPU = 5_000.0  # images a second of networks for digits
 WATCHED = 3.0  # times as long as in CUDA graphs
 DETECTION = 54.0  # images a second of Mask R-CNN, batch 16 (docs/detection.md)
 START = 20.0  # seconds, with the diagnosis but for the ablation
@@ -41,7 +42,8 @@ def seconds(run: Run, rows: list[Row]) -> float:
     """
     recipe = run.made
     if isinstance(run, LastingRun):
-        return START + recipe.tasks * recipe.epochs * recipe.images / SPEEDS["vgg16", 32]
+        seen = recipe.tasks * recipe.epochs * min(recipe.images, IMAGES[run.dataset])
+        return START + seen / SPEEDS.get((recipe.network, 32), ON_A_CPU)
     if isinstance(run, DetectorRun):
         return IMAGES[recipe.dataset] * recipe.epochs / DETECTION
     speed = SPEEDS.get((recipe.network, recipe.image_size))
@@ -63,8 +65,8 @@ def seconds(run: Run, rows: list[Row]) -> float:
 
 def _about(network: str, size: int) -> float:
     """Images a second, at the rate of arithmetic that ResNet-50 reaches."""
-    if network not in MULTIPLY_ADDS:  # digits, on a CPU
-        return 5_000.0
+    if network not in MULTIPLY_ADDS:  # digits
+        return ON_A_CPU
     faster = min(FASTEST, MULTIPLY_ADDS["resnet50"] / MULTIPLY_ADDS[network])
     return SPEEDS["resnet50", 64 if size <= 64 else 224] * faster
 

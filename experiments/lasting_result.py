@@ -4,6 +4,7 @@ from functools import partial
 from statistics import fmean
 from typing import NamedTuple
 
+from experiments.lasting import Course
 from experiments.result import Built, Result, Rows
 from experiments.runs import LASTING, LastingRun
 from experiments.uncertainty import spread
@@ -15,10 +16,11 @@ LABELS = {"bn": "BN", "ln": "LN", "bd": "BN + BD", "ir": "BN + IR", "ce": "BN + 
 
 
 class Case(NamedTuple):
-    """What is compared: a row of `LASTING`, with a weight decay."""
+    """What is compared: a row of `LASTING`, with a weight decay, in a network."""
 
     row: str
     decay: float
+    network: str
 
     @property
     def trials(self) -> list[LastingRun]:
@@ -34,31 +36,37 @@ class Case(NamedTuple):
         return [self._run(rate, seed) for seed in range(1, seeds + 1)]
 
     def _run(self, rate: float, seed: int) -> LastingRun:
-        return LastingRun(self.row, seed, (("lr", rate), ("weight_decay", self.decay)))
+        changes = {"lr": rate, "weight_decay": self.decay}
+        if self.network != Course.network:
+            changes["network"] = self.network
+        return LastingRun(self.row, seed, tuple(sorted(changes.items())))
 
 
-CASES = tuple(Case(row, decay) for decay in DECAYS for row in LASTING)
-
-
-def lasting(name: str, title: str, claim: str, seeds: int) -> Result:
+def lasting(name: str, title: str, claim: str, network: str, seeds: int) -> Result:
     """All rows, without and with weight decay."""
-    trials = tuple(run for case in CASES for run in case.trials)
+    cases = cases_of(network)
+    trials = tuple(run for case in cases for run in case.trials)
     return Result(
-        name, title, claim, trials, partial(_build, seeds),
-        then=partial(_finals, seeds), later=seeds * len(CASES),
+        name, title, claim, trials, partial(_build, cases, seeds),
+        then=partial(_finals, cases, seeds), later=seeds * len(cases),
     )  # fmt: skip
 
 
-def _finals(seeds: int, rows: Rows) -> list[LastingRun]:
-    return [run for case in CASES for run in case.finals(seeds, rows)]
+def cases_of(network: str) -> list[Case]:
+    """Everything that is compared in a network."""
+    return [Case(row, decay, network) for decay in DECAYS for row in LASTING]
 
 
-def _build(seeds: int, rows: Rows) -> Built:
+def _finals(cases: list[Case], seeds: int, rows: Rows) -> list[LastingRun]:
+    return [run for case in cases for run in case.finals(seeds, rows)]
+
+
+def _build(cases: list[Case], seeds: int, rows: Rows) -> Built:
     from experiments.drawing import drawn, legend, plt
 
     figure, axes = plt.subplots(1, len(DECAYS), figsize=(9.5, 3.4), sharey=True)
     table = []
-    for case in CASES:
+    for case in cases:
         runs = case.finals(seeds, rows)
         tasks = [found for run in runs if (found := rows.of(run, "tasks"))]
         cells = {"": LABELS[case.row], "weight decay": f"{case.decay:g}"}

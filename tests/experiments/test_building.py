@@ -5,7 +5,7 @@ import re
 import pytest
 from experiments import building, drawing, tables, uncertainty
 from experiments.catalogue import RESULTS
-from experiments.lasting_result import CASES
+from experiments.lasting_result import cases_of
 from experiments.measures_table import ABLATION, MEASURES
 from experiments.result import Rows
 from experiments.speed import epochs_until
@@ -43,7 +43,7 @@ def test_everything_is_built_of_all_runs(result, tmp_path):
     assert text.count("\n") == len(made.table) + 1
     assert "not chosen" not in text
     drawn = result.name.startswith(("fig", "measures_")) or result.name in (
-        "lasting", "learning_speed", "main", "dormant_rates",
+        "lasting", "lasting_digits", "learning_speed", "main", "dormant_rates",
     )  # fmt: skip
     assert (made.figure is not None) == drawn
     building.write({result.name: made}, tmp_path / "one")
@@ -103,8 +103,11 @@ def test_learning_speed_is_against_the_plain_network_of_the_seed(tmp_path):
     assert lines["CE"][top1] == "0.750 ± 0.000"
 
 
-def test_the_rate_over_many_tasks_is_the_best_of_a_seed_that_counts_no_more(tmp_path):
-    case = CASES[0]
+@pytest.mark.parametrize(("network", "data"), [("vgg16", "cifar10"), ("vgg6", "digits")])
+def test_the_rate_over_many_tasks_is_the_best_of_a_seed_that_counts_no_more(
+    network, data, tmp_path
+):
+    case = cases_of(network)[0]
     for place, trial in enumerate(case.trials):
         assert trial.seed == 0
         tables.add(
@@ -113,6 +116,7 @@ def test_the_rate_over_many_tasks_is_the_best_of_a_seed_that_counts_no_more(tmp_
     found = case.finals(3, Rows(tmp_path))
     assert [run.seed for run in found] == [1, 2, 3]
     assert {run.made.lr for run in found} == {0.02}
+    assert {(run.made.network, run.dataset) for run in found} == {(network, data)}
 
 
 def test_measures_of_several_networks_are_compared_with_the_first(tmp_path):

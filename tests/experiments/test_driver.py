@@ -13,7 +13,7 @@ from experiments import costs, tables
 from experiments.__main__ import main as driver
 from experiments.__main__ import parse as parse_driver
 from experiments.catalogue import RESULTS
-from experiments.lasting_result import CASES
+from experiments.lasting_result import cases_of
 from experiments.launching import Command
 from experiments.runs import DetectorRun, Run, runs
 from experiments.scheduling import Schedule, Settings, last_words, state
@@ -62,7 +62,9 @@ def test_grad_cams_need_their_package(tmp_path, monkeypatch):
 
 def test_costs():
     tasks = 25 * 14 * 10_000 / 67_000 + 20
-    assert costs.seconds(CASES[0].trials[0], []) == pytest.approx(tasks)
+    assert costs.seconds(cases_of("vgg16")[0].trials[0], []) == pytest.approx(tasks)
+    digits = 25 * 14 * 1_347 / 5_000 + 20
+    assert costs.seconds(cases_of("vgg6")[0].trials[0], []) == pytest.approx(digits)
     hours = costs.seconds(Run("resnet50_ce"), []) / 3600
     assert hours == pytest.approx(100 * 1_281_167 / 5_300 / 3600, rel=0.01)  # 6.7 h
     assert costs.seconds(Run("vgg16_ce"), []) == pytest.approx(
