@@ -30,6 +30,7 @@ from cenet.kernels.launch import (
     driver,
     is_compiled,
 )
+from cenet.kernels.tiles import TUNED_ON
 
 Step = Callable[[nn.Module], object]
 
@@ -102,6 +103,8 @@ def _compile(wanted: dict[Key, Wanted], shown: bool) -> None:
     started = time.perf_counter()
     words = f"compiling kernels for this GPU in {threads} threads; they are kept in "
     words += f"{knobs.cache.dir} (TRITON_CACHE_DIR)"
+    if torch.cuda.get_device_name(device) != TUNED_ON:
+        words += f"; their tiles were tuned on an {TUNED_ON}"
     with _counted(words if shown else "") as counted:
         pool = ThreadPoolExecutor(threads, initializer=torch.cuda.set_device, initargs=(device,))
         rest = iter(wanted.items())

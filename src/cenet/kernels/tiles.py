@@ -45,6 +45,8 @@ GRAD_D = tl.constexpr(1)
 GRAD_C_W = tl.constexpr(2)
 GRAD_D_W = tl.constexpr(3)
 
+# the GPU that the tables of tiles are for; benchmarks/tune_tiles.py finds those of another
+TUNED_ON = "NVIDIA H200"
 # channels of a tile in half precision, unless a group has more
 WIDEST = 64
 # upper bound on splits per sample: one program later reduces over all of them
