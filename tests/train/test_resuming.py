@@ -40,6 +40,7 @@ from _training import (
 )
 from cenet.checkpoints import read_state
 from cenet.data.datasets import image_folders
+from cenet.data.decoding import REMOVE
 from cenet.data.sources import Folder
 from cenet.distributed import Processes
 from cenet.files import digest
@@ -393,7 +394,7 @@ def test_a_signal_while_a_command_starts(tmp_path, times):
     assert not checkpoint.checkpoints(folder)
 
 
-def test_what_a_full_disk_and_a_second_interrupt_say(tmp_path, capsys):
+def test_what_a_full_disk_a_damaged_image_and_a_second_interrupt_say(tmp_path, capsys):
     def full():
         raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "step-1"))
 
@@ -401,6 +402,15 @@ def test_what_a_full_disk_and_a_second_interrupt_say(tmp_path, capsys):
         SystemExit, match=r"step-1: No space left on device; make room, and the same command"
     ):
         exit_with_reason(full, tmp_path)
+
+    def damaged():
+        raise ValueError(f"x.jpg is not an image that can be read: cut off; {REMOVE}")
+
+    with pytest.raises(SystemExit, match=r"cut off; remove or replace it$"):
+        exit_with_reason(damaged, tmp_path)
+    (tmp_path / "step-1.safetensors").touch()  # without its image, it would be another run
+    with pytest.raises(SystemExit, match=r"cut off; replace it, and the same command with --resu"):
+        exit_with_reason(damaged, tmp_path)
 
     def forbidden():
         raise OSError(errno.EACCES, "Permission denied", str(tmp_path / "step-1"))

@@ -11,7 +11,9 @@ from typing import Annotated, Any, TypeVar
 import tyro
 
 import cenet.signals as signals
+import cenet.train.checkpoint as checkpoint
 from cenet.arguments import parse as arguments_of
+from cenet.data.decoding import REMOVE
 from cenet.distributed import is_first_process, rank
 from cenet.files import in_words
 from cenet.formatting import percent
@@ -119,8 +121,12 @@ def exit_with_reason(run: Callable[[], dict[str, Any]], out: Path) -> dict[str, 
         sys.exit(DIVERGED)
     except (ValueError, OSError) as error:
         reason = in_words(error)
+        goes_on = ", and the same command with --resume auto goes on"
         if isinstance(error, OSError) and error.errno in FULL:
-            reason += ", and the same command with --resume auto goes on"
+            reason += goes_on
+        elif reason.endswith(REMOVE) and checkpoint.checkpoints(out):
+            # without that image it would be another run, which is refused
+            reason = reason.removesuffix(REMOVE) + "replace it" + goes_on
         raise SystemExit(reason if is_first_process() else f"process {rank()}: {reason}") from error
     except RuntimeError as error:
         if "WORLD_SIZE" not in os.environ or not any(text in str(error) for text in GONE):
