@@ -144,8 +144,9 @@ def parquet_images(
                 groups += _groups(file.metadata, path, columns.image)
                 labels += file.read([columns.label], use_threads=False).column(0).to_pylist()
         except (pyarrow.ArrowException, OSError) as error:
-            problem = f"{path} is not a parquet file that can be read: {_said(error)}"
-            raise ValueError(problem) from error
+            raise ValueError(
+                f"{path} is not a parquet file that can be read: {_said(error)}; copy it again"
+            ) from error
         if columns != (first := first or columns):
             raise ValueError(f"{path} has other columns or classes than {paths[0]}")
     assert first is not None

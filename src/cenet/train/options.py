@@ -25,7 +25,8 @@ class RunOptions:
         log_every: updates between looks at the loss on a GPU, which wait for the step: it must be
             finite, and a terminal shows it. On a CPU every update is looked at.
         threads: CPU threads; by default torch's own number, or 1 for images of fewer than 32
-            pixels, where threads would mostly wait for each other.
+            pixels, where threads would mostly wait for each other. On a machine that others use, 1
+            may be many times faster.
         log_to: send the metrics to Weights & Biases or MLflow, too. TensorBoard's files are always
             written where it is installed.
     """
