@@ -522,9 +522,10 @@ def test_images_have_gates_of_their_own(side, layout):
     layer.owns_input = False
     x = images((2, 24, side, side), layout, 10)
     x[1] *= 1 + torch.arange(24)[:, None, None]
+    residual = images(x.shape, layout, seed=1)
     with torch.no_grad():
-        expected = copy.deepcopy(layer).double()(x.double())
-        assert_close("y", layer(x), expected, 2e-6)
+        expected = copy.deepcopy(layer).double()(x.double(), residual.double())
+        assert_close("y", layer(x, residual), expected, 2e-6)
 
 
 def hook_of(name):
@@ -720,6 +721,10 @@ MUTATIONS = {
         "w1 + i * channels, input,",
     ),
     "the images that went first": ("x + start, moments);", "x, moments);"),
+    "the residual of the images that went first": (
+        "? nullptr : residual + start",
+        "? nullptr : residual",
+    ),
     "windows have their first value": ("value > most[k] ||", "false ||"),
     "windows have no sign": ("sign[k] = signs[channel + (rows ? k : 0)];", "sign[k] = 1;"),
     "windows lose what is not a number": (
