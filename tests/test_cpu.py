@@ -284,6 +284,28 @@ def test_where_they_cannot_be_used(no_passes):
     layer.train()(x[:0])
 
 
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("pool", [1, 2])
+def test_gradients_for_many_outputs_at_once(pool, layout):
+    """`is_grads_batched`, as `torch.autograd.functional.jacobian(vectorize=True)` asks for them."""
+    block = NormCE2d(nn.BatchNorm2d(24), ChannelEquilibrium2d(24, pool=pool)).eval()
+    x = images((2, 24, 3, 3), layout).requires_grad_()
+    y = block(x)
+    upstream = images((5, *y.shape[1:]), seed=1)[:, None].repeat(1, 2, 1, 1, 1)
+    (together,) = torch.autograd.grad(y, x, upstream, is_grads_batched=True, retain_graph=True)
+    for own, given in zip(together, upstream, strict=True):
+        (expected,) = torch.autograd.grad(y, x, given, retain_graph=True)
+        assert_close("gradient", own, expected, 1e-6)
+
+
+def test_values_whose_sign_torch_changes_when_it_reads_them():
+    """As those of `z.conj().imag`: the memory holds the opposite."""
+    block, x = ChannelEquilibrium2d(24).eval(), images((2, 24, 3, 3))
+    opposite = torch._neg_view(-x)
+    assert opposite.is_contiguous()
+    assert_close("y", block(opposite), block(x), 1e-6)
+
+
 def test_whoever_looks_at_activations_sees_those_of_folded_layers():
     network, seen = folded_network(24, nn.ReLU), []
     x = images((2, 3, 9, 9))

@@ -301,6 +301,28 @@ def test_without_the_task_of_autograd_there_is_a_warning(monkeypatch):
     assert internals.graph_task() == -1
 
 
+@pytest.mark.parametrize("name", ["is_batchedtensor", "is_legacy_batchedtensor"])
+def test_tensors_that_stand_for_many(name, monkeypatch):
+    seen = []
+
+    def look(x):
+        seen.append(internals.is_batched(x))
+        return x
+
+    def see():
+        seen.clear()
+        torch.vmap(look)(torch.zeros(2))
+        x = torch.zeros(1, requires_grad=True)
+        y = x * 1
+        y.register_hook(look)
+        torch.autograd.grad(y, x, torch.zeros(2, 1), is_grads_batched=True)
+        return [internals.is_batched(x), *seen]
+
+    assert see() == [False, True, True]
+    without(monkeypatch, torch._C._functorch, name)
+    assert see() == [False, name != "is_batchedtensor", name == "is_batchedtensor"]
+
+
 def test_leaves_of_containers(monkeypatch):
     tree = [1, (2, [3, {"a": 4, "b": (5, [])}]), {"c": None}, "six"]
     known = internals.tree_leaves(tree)

@@ -41,6 +41,7 @@ from torch.nn import Parameter
 from cenet.internals import (
     increment_version,
     intercepts_operators,
+    is_batched,
     is_channels_last,
     memory_format_of,
 )
@@ -151,7 +152,7 @@ def _is_plain(x: Tensor) -> bool:
         return False
     if x.device.type != "cpu" or x.dtype is not torch.float32 or x.layout is not torch.strided:
         return False
-    if x.numel() == 0:
+    if x.numel() == 0 or x.is_neg() or is_batched(x):
         return False
     return forward_ad.unpack_dual(x).tangent is None  # type: ignore[no-untyped-call]
 

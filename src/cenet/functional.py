@@ -233,7 +233,8 @@ class _Moments(torch.autograd.Function):
         if grad is not None and of_map is not None:
             matrix, factors = of_map
             return cpu.gradient(grad, matrix, factors, values, P, d, c, less), None, None
-        if ctx.meeting is not None and not torch.is_grad_enabled() and cpu.can_take(values):
+        may_pass = ctx.meeting is not None and not torch.is_grad_enabled()
+        if may_pass and cpu.can_take(values) and not is_batched(c):
             own = cpu.apply(values, P, d, c, less=less)
         else:
             # not through its decorator: dynamo cannot follow a change of autocast inside a backward

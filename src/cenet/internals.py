@@ -84,8 +84,16 @@ _CAN_TELL = None not in (_dispatch_modes, _transforms, _is_profiling)
 
 # whether torch.jit.trace records this run
 is_tracing: Any = _of("torch.jit", "is_tracing") or (lambda: False)
-# whether a tensor stands for many, inside torch.vmap; torch.compile cannot trace it
-is_batched: Any = _of("torch._C._functorch", "is_batchedtensor") or (lambda _tensor: False)
+# whether a tensor stands for many: inside torch.vmap, and among gradients for many outputs at once
+_in_vmap: Any = _of("torch._C._functorch", "is_batchedtensor") or (lambda _tensor: False)
+_in_gradients: Any = _of("torch._C._functorch", "is_legacy_batchedtensor") or (
+    lambda _tensor: False
+)
+
+
+def is_batched(x: Tensor) -> bool:
+    """Whether a tensor stands for many; torch.compile cannot trace it."""
+    return bool(_in_vmap(x) or _in_gradients(x))
 
 
 def intercepts_operators() -> bool:
