@@ -5,8 +5,11 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 import warnings
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -363,6 +366,27 @@ def test_second_derivatives(make, layout, training):
         assert_close("second derivative", a, b, 2e-4)
 
 
+def strided(values):
+    """The same values with gaps between them."""
+    return torch.stack([values, values + 1], -1)[..., 0]
+
+
+def test_small_tensors_in_any_layout():
+    """Matrices and their gradients may be transposed, or parts of larger tensors."""
+    cov, g, P = (images((2, 16, 16), seed=seed) for seed in range(3))
+    scale, x = images((24,), seed=3), images((2, 24, 3, 3))
+    expected = cpu.newton(cov, scale, 3, 0.1, 0)
+    assert torch.equal(cpu.newton(strided(cov), strided(scale), 3, 0.1, 0), expected)
+    expected = cpu.newton_gradients(g, cov, scale, 3, 0.1, 0)
+    found = cpu.newton_gradients(*map(strided, (g, cov, scale)), 3, 0.1, 0)
+    assert all(map(torch.equal, found, expected))
+    expected = cpu.apply(x, P, scale[None], scale[None])
+    assert torch.equal(cpu.apply(x, *map(strided, (P, scale[None], scale[None]))), expected)
+    expected = cpu.gradient(x, P, None, x, P, x[:, :, 0, 0], x[:, :, 1, 1], x[:, :, 2, 2])
+    given = strided(P), None, x, strided(P), *(x[:, :, i, i].contiguous() for i in range(3))
+    assert torch.equal(cpu.gradient(x, *given), expected)
+
+
 def test_decorrelation_uses_the_compiled_iteration(monkeypatch):
     monkeypatch.setattr(cpu, "newton", never)
     cov, scale = torch.eye(16)[None], torch.ones(16)
@@ -371,6 +395,7 @@ def test_decorrelation_uses_the_compiled_iteration(monkeypatch):
     with ops.backend("torch"):
         F.decorrelation(cov, scale)
     F.decorrelation(cov.double(), scale.double())
+    F.decorrelation(cov, scale.double())
     F.decorrelation(torch.eye(65)[None], torch.ones(65))
     torch.func.grad(lambda scale: F.decorrelation(cov, scale).sum())(scale)
 
@@ -550,6 +575,18 @@ def test_images_have_gates_of_their_own(side, layout):
         assert_close("y", layer(x, residual), expected, 2e-6)
 
 
+def test_weights_of_a_gate_in_any_layout():
+    layer, x = folded_network(24)[1], images((2, 24, 5, 5))
+    layer.owns_input = False
+    with torch.no_grad():
+        expected = layer(x)
+        for parameter in layer.parameters():
+            parameter.data = strided(parameter.data)
+        for buffer in layer.buffers():
+            buffer.data = strided(buffer)
+        assert torch.equal(layer(x), expected)
+
+
 def hook_of(name):
     def change(network):
         getattr(network[1].ir, name).register_forward_hook(lambda *_: None)
@@ -633,6 +670,15 @@ def test_errors_of_the_compiler_are_told(monkeypatch, tmp_path, fresh):
     assert "cpu.cpp:1:9: error" in cpu.library().missing
 
 
+def test_a_compiler_that_does_not_end_is_given_up(monkeypatch, tmp_path, fresh):
+    slow = tmp_path / "c++"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o700)
+    monkeypatch.setattr(cpu, "SECONDS", 0.1)
+    without(monkeypatch, tmp_path, CXX=str(slow))
+    assert "timed out after 0.1 seconds" in cpu.library().missing
+
+
 def test_other_systems_have_no_passes(monkeypatch, fresh):
     monkeypatch.setattr(sys, "platform", "darwin")
     assert cpu.library().missing == "they are compiled on Linux only, not on darwin"
@@ -655,11 +701,39 @@ def test_they_are_compiled_once(monkeypatch, tmp_path, fresh):
     assert len(list(built.parent.iterdir())) == 2  # those for other instructions are others
 
 
+def test_what_is_compiled_with_another_tool_is_another_file(monkeypatch, tmp_path, fresh):
+    """Nothing is compiled here: the file is empty."""
+    without(monkeypatch, tmp_path)
+
+    def name_of(version="c++ 1", openmp="/lib/libgomp.so.1"):
+        def run(command, **_options):
+            if "-o" in command:
+                Path(command[-1]).touch()
+            return SimpleNamespace(returncode=0, stdout=version.encode())
+
+        with monkeypatch.context() as changed:
+            changed.setattr(subprocess, "run", run)
+            changed.setattr(Path, "read_text", lambda path: openmp)
+            return cpu._compiled().name
+
+    names = [name_of(), name_of(version="c++ 2"), name_of(openmp="/lib/libgomp.so.2")]
+    assert name_of() == names[0]
+    assert len({*names}) == 3
+
+
 def test_a_cache_that_cannot_be_written_is_no_obstacle(monkeypatch, tmp_path, fresh):
     (tmp_path / "file").touch()
     without(monkeypatch, tmp_path, XDG_CACHE_HOME=str(tmp_path / "file"))
     assert cpu.library().missing is None
     assert (tmp_path / "file").read_bytes() == b""
+
+
+def test_a_cache_that_is_read_only_is_left_alone(monkeypatch, tmp_path):
+    without(monkeypatch, tmp_path / "home")
+    assert cpu._cache() == tmp_path / "home" / "cenet"
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert cpu._cache().parent == tmp_path
 
 
 def test_processes_that_compile_at_once(tmp_path):
