@@ -8,6 +8,7 @@ import sys
 import tempfile
 import warnings
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,6 +35,9 @@ SHAPES = [
     ((4, 17, 1, 1), 16),
     ((1, 70, 18, 15), 64),
 ]
+
+
+PASSES = ("measure", "apply", "gram", "gradient", "pool", "spread", "newton", "newton_gradients")
 
 
 def images(shape, layout=torch.contiguous_format, offset=0.0, seed=0):
@@ -255,7 +259,7 @@ def never(*_, **__):
 @pytest.fixture
 def no_passes(monkeypatch):
     """A test in which a compiled pass must not be called."""
-    for name in ("measure", "apply", "gram", "gradient", "pool", "spread", "newton"):
+    for name in PASSES:
         monkeypatch.setattr(cpu, name, never)
 
 
@@ -333,7 +337,7 @@ def test_gradients_of_a_forward_pass_with_them_where_they_cannot_be_used(monkeyp
     expected = outcome(copy.deepcopy(block), x, upstream)
     x.requires_grad_()
     y = block(x)
-    for name in ("measure", "apply", "gram", "gradient", "pool", "spread", "newton"):
+    for name in PASSES:
         monkeypatch.setattr(cpu, name, never)
     with Count():
         y.backward(upstream)
@@ -426,6 +430,7 @@ def mapped_by(measured, seed=2):
         "once",
         "twice",
         "two passes",
+        "again after a backward pass",
         "after a second derivative",
         "a second derivative after those of P",
     ],
@@ -439,6 +444,9 @@ def test_gradients_meet_only_where_images_are_mapped_once(how):
         y = F.mix(*given).square().sum()
         if how == "twice":
             y = y + F.mix(*mapped_by(measured, seed=5)).square().sum()
+        if how == "again after a backward pass":
+            y.backward(retain_graph=True)
+            y = F.mix(*mapped_by(measured, seed=5)).square().sum()
         if how == "two passes":
             y.backward(retain_graph=True)
         if how == "a second derivative after those of P":
@@ -465,8 +473,8 @@ def test_gradients_of_parameters_alone_leave_nothing_behind():
 def test_gradients_of_some_inputs_only():
     x, c = images((3, 24, 4, 5)), torch.zeros(1, 24)
     P, d = images((2, 16, 16)), images((3, 24))
-    upstream = images((3, 24, 4, 5), seed=1)
-    for wanted in ("x", "P", "d", "c"):
+    some = images((3, 24, 4, 5), torch.channels_last, seed=1)  # of another layout than x
+    for wanted, upstream in product("xPdc", (some, some[:1, :, :1].expand_as(some))):
         given = {"x": x, "P": P, "d": d, "c": c}
         exact = {name: value.double() for name, value in given.items()}
         for inputs in (given, exact):
@@ -585,6 +593,25 @@ def test_weights_of_a_gate_in_any_layout():
         for buffer in layer.buffers():
             buffer.data = strided(buffer)
         assert torch.equal(layer(x), expected)
+
+
+def test_what_a_folded_layer_leaves_to_pytorch():
+    """Residuals of another shape or type, and activations that are more than ReLU."""
+
+    class Twice(nn.ReLU):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    hooked = nn.ReLU()
+    hooked.register_forward_hook(lambda module, inputs, y: -y)
+    layer, x = folded_network(24)[1], images((2, 24, 5, 5))
+    layer.owns_input = False
+    with torch.no_grad():
+        y = layer(x)
+        for residual in (x[:, :, :1, :1], x[:1], x.double(), x.half()):
+            assert_close("y", layer(x, residual).double(), (y + residual).double(), 1e-3)
+        assert_close("y", layer(x, act=Twice()), 2 * y.relu(), 1e-6)
+        assert_close("y", layer(x, act=hooked), -y.relu(), 1e-6)
 
 
 def hook_of(name):
