@@ -323,6 +323,14 @@ def test_tensors_that_stand_for_many(name, monkeypatch):
     assert see() == [False, name != "is_batchedtensor", name == "is_batchedtensor"]
 
 
+def test_shared_memory_is_what_a_program_may_ask_for(monkeypatch):
+    sizes = SimpleNamespace(shared_memory_per_block=48, shared_memory_per_block_optin=99)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: sizes)
+    assert internals.shared_memory(torch.device("cuda")) == 99
+    del sizes.shared_memory_per_block_optin
+    assert internals.shared_memory(torch.device("cuda")) == 48
+
+
 def test_leaves_of_containers(monkeypatch):
     tree = [1, (2, [3, {"a": 4, "b": (5, [])}]), {"c": None}, "six"]
     known = internals.tree_leaves(tree)

@@ -15,8 +15,8 @@ from cenet import ops
 from cenet.kernels import tiles
 from cenet.kernels.mix import FORWARD_TILES
 
-# compute capability and shared memory: T4; RTX 40
-TURING, ADA = (75, 64 * 2**10), (89, 99 * 2**10)
+# compute capability and shared memory: T4; RTX 40; V100
+TURING, ADA, VOLTA = (75, 64 * 2**10), (89, 99 * 2**10), (70, 96 * 2**10)
 
 
 def test_tiles_are_narrower_where_memory_is_short(monkeypatch):
@@ -24,15 +24,15 @@ def test_tiles_are_narrower_where_memory_is_short(monkeypatch):
         memory_format=torch.channels_last
     )
     cuts = []
-    for _, room in (TURING, ADA):
+    for _, room in (TURING, ADA, VOLTA):
         monkeypatch.setattr(tiles, "room_for", lambda x, room=room: room)
         cuts.append(tiles.walk_over(x, 16, FORWARD_TILES).channels)
-    assert cuts == [32, 64]
+    assert cuts == [32, 64, 64]
 
 
 @pytest.mark.parametrize(
     ("group_size", "room", "fits"),
-    [(33, 99, False), (32, 64, True), (64, 163, True)],
+    [(33, 99, False), (32, 64, True), (64, 144, True), (64, 163, True)],
 )
 def test_large_groups_are_left_to_pytorch_where_memory_is_short(
     group_size, room, fits, monkeypatch

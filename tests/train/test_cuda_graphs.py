@@ -55,14 +55,16 @@ def test_graphs_of_earlier_runs_are_not_destroyed_during_a_capture(enabled, monk
             cycle.append(cycle)
 
     graphed = cuda_graphs.GraphedFunction(run, eager_calls=1)
+    given = [torch.tensor(value) for value in range(3)]
     if not enabled:
         gc.disable()
     try:
-        for value in range(3):
-            graphed(torch.tensor(value))
+        for x in given:
+            graphed(x)
         assert gc.isenabled() == enabled
     finally:
         gc.enable()
+    assert given == [0, 1, 2]  # the graph has a tensor of its own, to which they are copied
     del graphed
     gc.collect()
     assert seen == [(False, 0), (True, 1)]  # a step, a capture, a replay
