@@ -162,6 +162,10 @@ def test_another_pipe_that_breaks_is_an_error(monkeypatch):
             "'poly', 'tanh', 'wsd', 'rsqrt', 'constant'); see `cenet train digits_ce --help`",
         ),
         (
+            ("train", "digits_ce", "--epochz", "5"),
+            "Unrecognized options: --epochz, 5; Perhaps you meant: --epochs",
+        ),
+        (
             ("detect", "show", "run", "--images", "few"),
             "Error parsing --images: invalid literal for int() with base 10: 'few'; see `cenet "
             "detect --help`",
