@@ -633,11 +633,19 @@ def other_linear(network):
     [
         hook_of("fc1"),
         hook_of("norm"),
+        hook_of("fc2"),
         other_linear,
         lambda network: network[1].ir.half(),
         lambda network: setattr(network[1].ir, "released", True),
     ],
-    ids=["hook", "hook of the norm", "another linear layer", "half precision", "released"],
+    ids=[
+        "hook",
+        "hook of the norm",
+        "hook of the last layer",
+        "another linear layer",
+        "half precision",
+        "released",
+    ],
 )
 def test_gates_that_a_pass_does_not_know(change, monkeypatch):
     network = folded_network(24)
