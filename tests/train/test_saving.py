@@ -106,6 +106,30 @@ def test_two_are_kept_and_an_older_one_takes_over(tmp_path):
         checkpoint.newest(tmp_path)
 
 
+def test_what_a_killed_process_left_half_written_is_removed(tmp_path):
+    path = checkpoint.checkpoint_path(tmp_path, 1)
+    checkpoint.write(path, *content())
+    (tmp_path / f".{path.name}.left").mkdir()
+    (tmp_path / f".{path.name}.left" / path.name).write_bytes(b"half")
+    checkpoint.forget_old(tmp_path)
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_tensors_of_a_group_of_an_optimizer_come_back():
+    """LAMB counts its steps in a tensor there."""
+
+    def optimizer(steps):
+        made = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
+        made.param_groups[0]["step"] = torch.tensor(steps)
+        return made
+
+    new = optimizer(steps=0)
+    tensors, facts = checkpoint.optimizer_state(optimizer(steps=5))
+    checkpoint.load_optimizer_(new, tensors, facts)
+    assert torch.equal(new.param_groups[0]["step"], torch.tensor(5))
+    assert new.param_groups[0]["momentum"] == 0.9
+
+
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch, call):
     path = checkpoint.checkpoint_path(tmp_path, 1)
