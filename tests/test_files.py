@@ -509,6 +509,17 @@ def test_rows_that_a_resumed_run_writes_again_are_removed(tmp_path):
     assert [row["epoch"] for row in read_metrics(tmp_path / METRICS)] == [1, 2]
 
 
+def test_channels_that_a_resumed_run_measures_again_are_removed(tmp_path):
+    log = RunLog(tmp_path)
+    for updates in (10, 20, 30):
+        log.add_channels(updates, {"layer": {}})
+    recipe, inputs = RECIPES["digits_ce"], input_spec_of(few_digits().train)
+    log.begin(recipe, inputs, {}, after=1, updates=20, tested_on="test")
+    log.end()
+    rows = (tmp_path / CHANNELS).read_text().splitlines()[1:]
+    assert [row.partition(",")[0] for row in rows] == ["10"]
+
+
 def test_a_network_is_exported_whole_or_not_at_all(tmp_path):
     network, x = Convolution().eval(), torch.zeros(1, 3, 8, 8)
     ways = {
