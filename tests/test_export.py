@@ -250,6 +250,25 @@ def test_a_program_that_computes_something_else_is_not_written(tmp_path, monkeyp
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+def test_a_program_that_computes_no_numbers_is_not_written(tmp_path, monkeypatch):
+    network, images = Convolution(), torch.randn(3, 3, 8, 8)
+    broken = Convolution()
+    nn.init.constant_(broken.inner.bias, torch.nan)
+    monkeypatch.setattr(cenet.export, "_deployed", lambda model: broken.eval())
+    with pytest.raises(ValueError, match=r"does not compute the same: .* differ by nan"):
+        export_folded(network, tmp_path / "network.pt2", images, check=images)
+    assert not (tmp_path / "network.pt2").exists()
+
+
+def test_an_exporter_that_fails_is_one_line(run, tmp_path, monkeypatch):
+    def fail(*_given, **_options):
+        raise RuntimeError("an operator has no counterpart")
+
+    monkeypatch.setattr(torch.export, "export", fail)
+    with pytest.raises(SystemExit, match=r"^nothing was written to .*pt2: an operator has no c"):
+        call(monkeypatch, "export", str(run), "--out", str(tmp_path / "network.pt2"))
+
+
 def test_images_to_check_on(tmp_path):
     config = {"input_size": (1, 24, 24), "mean": (0.3,), "std": (0.2,), "crop_pct": 1.0,
               "interpolation": "bilinear"}  # fmt: skip

@@ -142,6 +142,11 @@ def test_other_images_are_another_run(files_folder, few_files, tmp_path):
     images = digits.train.images.flip(3)  # of the same mean and deviation
     with pytest.raises(ValueError, match="another run: images or what is known about them differ"):
         again(digits._replace(train=digits.train._replace(images=images)))
+    with pytest.raises(ValueError, match="another run: images or what is known about them differ"):
+        again(digits._replace(test=digits.test._replace(images=digits.test.images.flip(3))))
+    named = digits.train._replace(classes=tuple("abcdefghij"))
+    with pytest.raises(ValueError, match="another run: the classes or the pixels of the data diff"):
+        again(digits._replace(train=named, test=digits.test._replace(classes=named.classes)))
     recipe = replace(PLAIN, augment="imagenet", image_size=16, dataset="imagenet")
     again = resumed(few_files, recipe, tmp_path / "files")
     shutil.copytree(files_folder / "train", tmp_path / "elsewhere")
@@ -448,6 +453,7 @@ def test_the_end_of_another_process_is_one_line(tmp_path, monkeypatch):
         exit_with_reason(gone, tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(SignalWatch, "ever_asked", False)  # in another test
     with pytest.raises(SystemExit, match=r"^process 1: another process has ended; its"):
         exit_with_reason(gone, tmp_path)
     with pytest.raises(RuntimeError, match="a mistake"):
