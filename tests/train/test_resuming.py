@@ -42,10 +42,10 @@ from cenet.checkpoints import read_state
 from cenet.data.datasets import image_folders
 from cenet.data.decoding import REMOVE
 from cenet.data.sources import Folder
-from cenet.distributed import Processes
+from cenet.distributed import Processes, total
 from cenet.files import digest
 from cenet.run_folder import WEIGHTS, locked
-from cenet.signals import INTERRUPTED, Interrupted, SignalWatch
+from cenet.signals import INTERRUPTED, SIGNALS, Interrupted, SignalWatch, exit_on_sigterm
 from cenet.train import checkpoint
 from cenet.train.classifier import Trainer
 from cenet.train.command import exit_with_reason
@@ -281,6 +281,37 @@ def test_a_second_interrupt_stops_at_once(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         engine.run()
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.fixture
+def handlers():
+    """Put the handlers of signals back."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_handlers_that_are_reclaimed_leave_the_second_interrupt_alone():
+    with SignalWatch() as watch:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # as by a compiler
+        watch.reclaim()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert watch.asked == signal.SIGINT
+        watch.reclaim()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("handlers")
+def test_signals_behind_the_last_word_do_not_change_the_status(tmp_path):
+    def interrupted():
+        raise Interrupted
+
+    with exit_on_sigterm(), pytest.raises(SystemExit) as left:
+        exit_with_reason(interrupted, tmp_path)
+    assert left.value.code == INTERRUPTED
+    assert {signal.getsignal(number) for number in SIGNALS} == {signal.SIG_IGN}
 
 
 def test_an_interrupt_behind_sigterm_is_the_first_one(tmp_path):
@@ -622,6 +653,13 @@ def test_sums_over_all_processes_are_resumed_by_the_first_alone(tmp_path):
         engine.resume()
         assert engine.position.sums[-1] == expected
         assert bool(engine.position.sums.any()) == (rank == 0)
+
+
+def test_a_sum_over_all_processes_leaves_the_own_values(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda values: values.mul_(2))
+    own = torch.ones(3)
+    summed = total(own, Processes(0, 2, torch.device("cpu")))
+    assert (summed.tolist(), own.tolist()) == ([2] * 3, [1] * 3)
 
 
 def test_training_and_test_images_are_both_compared():
