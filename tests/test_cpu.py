@@ -389,6 +389,11 @@ def test_small_tensors_in_any_layout():
     expected = cpu.gradient(x, P, None, x, P, x[:, :, 0, 0], x[:, :, 1, 1], x[:, :, 2, 2])
     given = strided(P), None, x, strided(P), *(x[:, :, i, i].contiguous() for i in range(3))
     assert torch.equal(cpu.gradient(x, *given), expected)
+    sign, expected = P[0, 0].sign().repeat(2)[:24], None
+    for own in (sign, strided(sign), sign.long()):
+        pooled = cpu.pool(x, 2, own)
+        expected = pooled if expected is None else expected
+        assert torch.equal(pooled, expected)
 
 
 def test_decorrelation_uses_the_compiled_iteration(monkeypatch):
