@@ -768,6 +768,15 @@ def test_a_cache_that_cannot_be_written_is_no_obstacle(monkeypatch, tmp_path, fr
     assert (tmp_path / "file").read_bytes() == b""
 
 
+@pytest.mark.parametrize("damaged", [b"", b"\x7fELF and no more"])
+def test_a_damaged_file_in_the_cache_is_compiled_again(damaged, monkeypatch, tmp_path, fresh):
+    without(monkeypatch, tmp_path)
+    file = cpu._compiled()
+    file.write_bytes(damaged)
+    assert cpu.library().missing is None
+    assert file.stat().st_size > 1000
+
+
 def test_a_cache_that_is_read_only_is_left_alone(monkeypatch, tmp_path):
     without(monkeypatch, tmp_path / "home")
     assert cpu._cache() == tmp_path / "home" / "cenet"

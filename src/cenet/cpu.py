@@ -72,9 +72,19 @@ class Library(NamedTuple):
 def library() -> Library:
     """The passes, compiled now unless they are in the cache."""
     try:
-        return Library(ctypes.CDLL(str(_compiled())), None)
+        return Library(_loaded(), None)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         return Library(None, str(error))
+
+
+def _loaded() -> ctypes.CDLL:
+    """The compiled file; one that is damaged in the cache is compiled again."""
+    file = _compiled()
+    try:
+        return ctypes.CDLL(str(file))
+    except OSError:
+        file.unlink(missing_ok=True)  # another process may have done so
+        return ctypes.CDLL(str(_compiled()))
 
 
 def _compiled() -> Path:
