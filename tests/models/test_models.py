@@ -13,7 +13,7 @@ from torchvision.models.feature_extraction import create_feature_extractor
 
 import cenet.models  # registers
 from _checks import relative_error
-from cenet import NormCE2d, ce_sites, fold_ce
+from cenet import NormCE2d, ce_sites, fold_ce, ops
 from cenet.export import export_folded, export_onnx
 from cenet.models import create_model
 from cenet.nn import ce_layers
@@ -297,7 +297,9 @@ def test_layout_and_precision(name):
 def test_compiled_training_step(name, backend):
     x, model = images(name), network(name).train()
     compiled = deepcopy(model)
-    model(x).square().sum().backward()
+    # the same operations: untrained networks turn the rounding of others into errors of 2 %
+    with ops.backend("torch"):
+        model(x).square().sum().backward()
     torch.compile(compiled, backend=backend, fullgraph=True)(x).square().sum().backward()
     expected = dict(model.named_parameters())
     for key, parameter in compiled.named_parameters():
