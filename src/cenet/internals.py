@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -233,6 +233,28 @@ def triton_warmup() -> Any:
     """Function that compiles a kernel for arguments, and does not launch it."""
     found = getattr(_of("triton", "JITFunction"), "warmup", None)
     return found or _missing("triton", "JITFunction.warmup", _NO_KERNELS)
+
+
+class TritonOverlap(NamedTuple):
+    """Device functions of Triton for kernels that start while the one before them ends."""
+
+    reaches: Any  # whether the GPU that a kernel is compiled for has a compute capability
+    wait: Any  # for the end of the kernel before
+    begin_next: Any  # allow the kernel behind this one to start
+
+
+def triton_overlap() -> TritonOverlap | None:
+    """Them, or None where this version of Triton lacks one of them.
+
+    In Triton 3.4 two of them are there and cannot be compiled; it lacks the third.
+    """
+    cuda = "triton.language.extra.cuda"
+    found = TritonOverlap(
+        _of("triton.language.target_info", "cuda_capability_geq"),
+        _of(cuda, "gdc_wait"),
+        _of(cuda, "gdc_launch_dependents"),
+    )
+    return None if None in found else found
 
 
 def triton_cache_key() -> None:

@@ -15,8 +15,9 @@ from cenet import ops
 from cenet.kernels import tiles
 from cenet.kernels.mix import FORWARD_TILES
 
-# compute capability and shared memory: T4; RTX 40; V100
+# compute capability and shared memory: T4; RTX 40; V100; H200
 TURING, ADA, VOLTA = (75, 64 * 2**10), (89, 99 * 2**10), (70, 96 * 2**10)
+HOPPER = (90, 227 * 2**10)
 
 
 def test_tiles_are_narrower_where_memory_is_short(monkeypatch):
@@ -83,14 +84,17 @@ with kernels_on("cpu"), collecting() as found:
             train((16, 1024, 7, 7), dtype, layout, 16, 1)
             train((16, 64, 2, 2), dtype, layout, ops.LARGEST_IN_LESS, 1)
 for key, one in found.items():
-    metadata = compile_kernel(key, one).metadata
-    print(one.kernel.__name__, metadata.target.arch, metadata.shared)
+    compiled = compile_kernel(key, one)
+    metadata, code = compiled.metadata, compiled.asm["ptx"]
+    first = min(place for place in map(code.find, (" ld.global", " st.global")) if place >= 0)
+    waits = 0 <= code.find("griddepcontrol.wait") < first
+    print(one.kernel.__name__, metadata.target.arch, metadata.shared, metadata.launch_pdl, waits)
 """
 
 
 @interpreted
-@pytest.mark.parametrize("gpu", [TURING, ADA], ids=["T4", "RTX 40"])
-def test_kernels_fit_into_the_shared_memory_of_other_gpus(gpu, tmp_path):
+@pytest.mark.parametrize("gpu", [TURING, ADA, HOPPER], ids=["T4", "RTX 40", "H200"])
+def test_kernels_fit_and_overlap_where_they_can(gpu, tmp_path):
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     command = [sys.executable, "-W", "ignore", "-c", ELSEWHERE, *map(str, gpu)]
@@ -98,5 +102,8 @@ def test_kernels_fit_into_the_shared_memory_of_other_gpus(gpu, tmp_path):
     assert done.returncode == 0, done.stderr
     kernels = [line.split() for line in done.stdout.splitlines()]
     assert len({name for name, *_ in kernels}) > 15
-    for name, compiled_for, shared in kernels:
+    overlap = str(gpu is HOPPER)
+    for name, compiled_for, shared, *found in kernels:
         assert (int(compiled_for), int(shared) <= gpu[1]) == (gpu[0], True), (name, shared)
+        # it may start before the kernel whose results it reads has ended, and waits for that first
+        assert found == [overlap, overlap], name

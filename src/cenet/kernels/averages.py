@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cenet.kernels.call import NormCECall
-from cenet.kernels.launch import launch
+from cenet.kernels.launch import await_previous_launch, launch
 from cenet.kernels.tiles import CENTER, VARIANCE
 
 JOBS = 3
@@ -132,6 +132,7 @@ def _average_kernel(
     bd_momentum,
     ir_momentum,
 ):
+    await_previous_launch()
     batch_inv_std = 0.0
     if batch_inv_std_ptr is not None:
         batch_inv_std = tl.load(batch_inv_std_ptr)

@@ -35,7 +35,7 @@ from cenet.kernels.gate import (
     variance_backward,
     weights_backward,
 )
-from cenet.kernels.launch import empty, launch
+from cenet.kernels.launch import await_previous_launch, empty, launch
 from cenet.kernels.mix import Map, StatisticsGradient, Sums
 from cenet.kernels.moments import (
     Chunks,
@@ -103,6 +103,7 @@ def _coefficients_kernel(
     GATE_BW: tl.constexpr,
     GATE_BK: tl.constexpr,
 ):
+    await_previous_launch()
     program = tl.program_id(0)
     if program < groups:
         BATCH_ANY: tl.constexpr = NORM == IS_BATCH or BD == IS_BATCH or IR == IS_BATCH
@@ -208,6 +209,7 @@ def _collect_kernel(
     GATE_BW: tl.constexpr,
     GATE_BK: tl.constexpr,
 ):
+    await_previous_launch()
     program = tl.program_id(0)
     if program < G * chunks:
         collect(
@@ -276,6 +278,7 @@ def _branches_backward_kernel(
     GATE_BW: tl.constexpr,
     GATE_BK: tl.constexpr,
 ):
+    await_previous_launch()
     program = tl.program_id(0)
     first = 0  # first program of the variances
     if BD > 0:
@@ -356,6 +359,7 @@ def _parameters_backward_kernel(
     GATE_BW: tl.constexpr,
     GATE_BK: tl.constexpr,
 ):
+    await_previous_launch()
     program = tl.program_id(0)
     if program < finishers:
         finish_group(

@@ -16,7 +16,7 @@ from cenet.kernels.gate import (
     tile,
     tile_of_units,
 )
-from cenet.kernels.launch import empty, launch
+from cenet.kernels.launch import await_previous_launch, empty, launch
 from cenet.kernels.moments import Parts
 from cenet.kernels.tiles import ceil_div, dot, power_of_2
 
@@ -65,6 +65,7 @@ def _folded_hidden_kernel(
     BK: tl.constexpr,
 ):
     """z / r² in parts, one for every BK channels."""
+    await_previous_launch()
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     h = tl.program_id(1) * BW + tl.arange(0, BW)
     c = tl.program_id(2) * BK + tl.arange(0, BK)

@@ -20,7 +20,7 @@ from torch import Tensor
 from cenet.functional import GATE_NORM_EPS
 from cenet.kernels.averages import JOBS, average, matrix_entries_and_correction
 from cenet.kernels.call import NormCECall
-from cenet.kernels.launch import launch
+from cenet.kernels.launch import await_previous_launch, launch
 from cenet.kernels.moments import Merged, Statistics, sum_of_rows
 from cenet.kernels.norm import inverse_spread, load_gamma, mean_of_chunks, sum_of_scalars
 from cenet.kernels.tiles import (
@@ -281,6 +281,7 @@ def gate_kernel(
     BK: tl.constexpr,
 ):
     """The gate by blocks of samples and channels; running averages in the programs after those."""
+    await_previous_launch()
     if s_ptr is not None:
         depth = tl.arange(0, DP)
         s = tl.sum(tl.load(s_ptr + depth, mask=depth < DEPTHS, other=0.0)) / batch / C

@@ -7,6 +7,9 @@ own lookup takes the host longer than most of these kernels take the device.
 settings alone. So the first pass of a kind is recorded: its launches, and for every pointer the
 tensor of the caller or the place in scratch memory that it points to. Later passes only fill in
 addresses.
+
+Where GPU and Triton can, a kernel is started while the one before it ends (programmatic dependent
+launch), and waits for its results in `await_previous_launch`: the time to start it is hidden.
 """
 
 import os
@@ -18,10 +21,11 @@ from threading import local
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
-from cenet.internals import triton_driver, triton_warmup
+from cenet.internals import triton_driver, triton_overlap, triton_warmup
 
 # the interpreter has no arithmetic in bfloat16: there, operands are widened after rounding
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -29,7 +33,9 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 MOST_PASSES = 4096
 ALIGNMENT = 256  # bytes, of scratch memory
 
-driver, _warmup = triton_driver(), triton_warmup()
+driver, _warmup, _overlap = triton_driver(), triton_warmup(), triton_overlap()
+# compute capability from which on kernels may overlap
+OVERLAPPING = (9, 0)
 
 Key = tuple[Any, ...]
 
@@ -63,8 +69,32 @@ class _Listening(local):
 listening = _Listening()
 
 
+if _overlap is None or INTERPRETED:
+
+    @triton.jit
+    def await_previous_launch():
+        """Nothing: kernels do not overlap."""
+
+else:
+    reaches, wait, begin_next = _overlap
+    _MAJOR, _MINOR = map(tl.constexpr, OVERLAPPING)
+
+    @triton.jit
+    def await_previous_launch():
+        """Wait for the kernel before this one, whose results are then in memory.
+
+        Every kernel calls it before it reads or writes memory. Then the next kernel may start; it
+        waits here for the end of this one.
+        """
+        if reaches(_MAJOR, _MINOR):
+            wait()
+            begin_next()
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Run `kernel` on a grid; `constants` are its constexpr arguments and launch options."""
+    if _kernels_overlap():
+        constants["launch_pdl"] = True
     if _collected is not None:
         wanted = Wanted(kernel, [_without_memory(argument) for argument in args], constants)
         _collected[key_of(kernel, args, constants)] = wanted
@@ -81,6 +111,14 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     start(*args, *rest)
     if listening.listener is not None:
         listening.listener.launched(start, args, rest)
+
+
+def _kernels_overlap() -> bool:
+    """Whether kernels on the current GPU start while those before them end."""
+    if _overlap is None or INTERPRETED:
+        return False
+    target = driver.active.get_current_target()
+    return bool(target.backend == "cuda" and divmod(target.arch, 10) >= OVERLAPPING)
 
 
 def compile_kernel(key: Key, wanted: Wanted) -> Any:

@@ -33,7 +33,7 @@ from cenet.kernels.call import BATCH, NormCECall, gradient_sizes
 from cenet.kernels.coefficients import BranchGradients, local_backward
 from cenet.kernels.decorrelation import covariance_of_chunks
 from cenet.kernels.gate import GateState
-from cenet.kernels.launch import empty, empty_like, is_collecting, launch
+from cenet.kernels.launch import await_previous_launch, empty, empty_like, is_collecting, launch
 from cenet.kernels.layer import (
     Gradients,
     Saved,
@@ -152,6 +152,7 @@ def _pack_kernel(
     BS: tl.constexpr,
 ):
     """Statistics of this rank's images, one program per group."""
+    await_previous_launch()
     group = tl.program_id(0)
     place, channel, valid = group_channels(group, C, K, KP)
     origin = tl.load(origin_ptr + channel, mask=valid, other=0.0)
@@ -211,6 +212,7 @@ def _merge_kernel(
     KP: tl.constexpr,
 ):
     """Statistics of the images of all ranks, one program per group; NaN without images."""
+    await_previous_launch()
     group = tl.program_id(0)
     place, channel, valid = group_channels(group, C, K, KP)
     i, j = place[:, None], place[None, :]
@@ -292,6 +294,7 @@ def _split_kernel(
     KP: tl.constexpr,
 ):
     """Gradient of this rank's loss for the message of each rank, one program per group and rank."""
+    await_previous_launch()
     group, rank = tl.program_id(0) % G, tl.program_id(0) // G
     place, channel, valid = group_channels(group, C, K, KP)
     message = messages_ptr + rank * size
@@ -374,6 +377,7 @@ def _join_kernel(
     BN: tl.constexpr,
 ):
     """Q, e and f of dx, from the gradient of this rank's message, for a group and BN samples."""
+    await_previous_launch()
     group, chunk = tl.program_id(0) % G, tl.program_id(0) // G
     place, channel, valid = group_channels(group, C, K, KP)
     center = load_value(values_ptr, CENTER, channel, valid, C)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from cenet.internals import is_channels_last
 from cenet.kernels.call import FUSED_ACTIVATIONS
-from cenet.kernels.launch import empty, launch
+from cenet.kernels.launch import await_previous_launch, empty, launch
 from cenet.kernels.pooling import ADD_TILE, add_pooled_kernel, pooled_walk
 from cenet.kernels.tiles import (
     NONE,
@@ -149,6 +149,7 @@ def _forward_kernel(
     RAW: tl.constexpr,
     FULL: tl.constexpr,
 ):
+    await_previous_launch()
     DENSE: tl.constexpr = P_ptr is not None
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty if RAW and DENSE else tl.float32
     _, n, channel, valid, begin, end = locate(C, L, splits, tiles, K, BL, BC, ALIGN, CHANNELS_LAST)
@@ -195,6 +196,7 @@ def _reduce_kernel(
     RAW: tl.constexpr,
     FULL: tl.constexpr,
 ):
+    await_previous_launch()
     DENSE: tl.constexpr = P_ptr is not None
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty if RAW and DENSE else tl.float32
     # g is not just grad or 0, and has not been rounded: products take it in two parts
@@ -273,6 +275,7 @@ def _backward_kernel(
     RAW: tl.constexpr,
     FULL: tl.constexpr,
 ):
+    await_previous_launch()
     DENSE: tl.constexpr = P_ptr is not None
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty if RAW and DENSE else tl.float32
     _, n, channel, valid, begin, end = locate(C, L, splits, tiles, K, BL, BC, ALIGN, CHANNELS_LAST)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cenet.internals import is_channels_last
 from cenet.kernels.call import Mode
-from cenet.kernels.launch import empty, launch
+from cenet.kernels.launch import await_previous_launch, empty, launch
 from cenet.kernels.pooling import MEASURE_TILE, measure_pooled_kernel, pooled_walk
 from cenet.kernels.tiles import (
     MAP,
@@ -133,6 +133,7 @@ def _measure_kernel(
     RAW: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    await_previous_launch()
     row, n, channel, valid, begin, end = locate(
         C, L, splits, tiles, K, BL, BC, ALIGN, CHANNELS_LAST
     )
@@ -357,6 +358,7 @@ def _condense_kernel(
     BN: tl.constexpr,
     BR: tl.constexpr,
 ):
+    await_previous_launch()
     SAMPLES: tl.constexpr = BN // SP
     group, chunk = tl.program_id(0) % G, tl.program_id(0) // G
     place, channel, valid = group_channels(group, C, K, KP)

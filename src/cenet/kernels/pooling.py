@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cenet.kernels.launch import await_previous_launch
 from cenet.kernels.tiles import (
     MOST_SPLITS,
     Walk,
@@ -109,6 +110,7 @@ def measure_pooled_kernel(
     RAW: tl.constexpr,
 ):
     """Like `moments._measure_kernel`, with the Gram matrix of the pooled x."""
+    await_previous_launch()
     L = H * W
     wide = tl.cdiv(W, POOL)
     blocks = tl.cdiv(C, BC // K * K)
@@ -182,6 +184,7 @@ def add_pooled_kernel(
     POOL: tl.constexpr,
 ):
     """Add the gradient of the pooled x̂ to dx, at the pixel of each window that was the largest."""
+    await_previous_launch()
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty if RAW else tl.float32
     windows = tl.cdiv(H, POOL) * tl.cdiv(W, POOL)
     blocks = tl.cdiv(C, BC // K * K)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cenet.internals import is_channels_last
 from cenet.kernels.call import FUSED_ACTIVATIONS
-from cenet.kernels.launch import empty, launch
+from cenet.kernels.launch import await_previous_launch, empty, launch
 from cenet.kernels.mix import Map, StatisticsGradient, Sums
 from cenet.kernels.moments import Parts, chunk_constants
 from cenet.kernels.tiles import (
@@ -144,6 +144,7 @@ def _measure_small_kernel(
     BC: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
 ):
+    await_previous_launch()
     row, _, channel, valid, offsets, inside = _tile(N, C, L, K, S, SP, BC, CHANNELS_LAST)
     x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     first = (tl.arange(0, S * SP) % SP == 0)[:, None]
@@ -180,6 +181,7 @@ def _forward_small_kernel(
     CHANNELS_LAST: tl.constexpr,
     ACT: tl.constexpr,
 ):
+    await_previous_launch()
     _, n, channel, valid, offsets, inside = _tile(N, C, L, K, S, SP, BC, CHANNELS_LAST)
     x, _, gamma, beta, offset, w, P = _load_map(
         x_ptr, values_ptr, P_ptr, w_ptr, n, channel, valid, offsets, inside, C, K
@@ -214,6 +216,7 @@ def _reduce_small_kernel(
     CHANNELS_LAST: tl.constexpr,
     ACT: tl.constexpr,
 ):
+    await_previous_launch()
     row, n, channel, valid, offsets, inside = _tile(N, C, L, K, S, SP, BC, CHANNELS_LAST)
     x, _, gamma, beta, offset, w, P = _load_map(
         x_ptr, values_ptr, P_ptr, w_ptr, n, channel, valid, offsets, inside, C, K
@@ -256,6 +259,7 @@ def _backward_small_kernel(
     CHANNELS_LAST: tl.constexpr,
     ACT: tl.constexpr,
 ):
+    await_previous_launch()
     _, n, channel, valid, offsets, inside = _tile(N, C, L, K, S, SP, BC, CHANNELS_LAST)
     g = tl.load(grad_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     x, rstd, gamma, beta, offset, w, P = _load_map(
