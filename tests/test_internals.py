@@ -209,6 +209,20 @@ def test_the_key_of_the_cache_is_computed_where_triton_has_it(place, monkeypatch
     assert len(calls) == (0 if place is None else 1)
 
 
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("triton.language.target_info", "cuda_capability_geq"),
+        ("triton.language.extra.cuda", "gdc_wait"),
+        ("triton.language.extra.cuda", "gdc_launch_dependents"),
+    ],
+)
+def test_kernels_do_not_overlap_where_triton_lacks_a_part_of_it(module, name, monkeypatch):
+    assert internals.triton_overlap() is not None
+    monkeypatch.delattr(sys.modules[module], name)
+    assert internals.triton_overlap() is None
+
+
 def test_timm_without_its_config_writer(monkeypatch):
     writer = internals.timm_config_writer()
     assert writer.__name__ == "save_config_for_hf"
