@@ -30,7 +30,7 @@ def test_commands_ask_for_the_runs_of_the_paper(result, on_gpu, monkeypatch, tmp
         if isinstance(run, LastingRun):
             course, job = parse_tasks(command)
             assert course == run.made
-            assert (job.data, job.out) == (tmp_path, tmp_path / run.name)
+            assert (job.data, job.out) == (data.get(run.dataset), tmp_path / run.name)
             continue
         if isinstance(run, DetectorRun):
             job = parse_detector(command[2:])
