@@ -1,23 +1,19 @@
 """`benchmarks/profile_layer.py`: kernels of a profile become lines of a table."""
 
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.autograd import DeviceType
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from _benchmarks import script
 
 
 @pytest.fixture
-def profiling(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import profile_layer
-
-    yield profile_layer
-    del sys.modules["profile_layer"]
+def profiling():
+    with script("profile_layer") as module:
+        yield module
 
 
 def event(name, start, end, device=DeviceType.CUDA):

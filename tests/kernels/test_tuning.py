@@ -2,26 +2,21 @@
 
 import csv
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from _benchmarks import script
 from _checks import assert_close
 from _kernels import interpreted
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def tuning(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import tune_tiles
-
-    yield tune_tiles
-    del sys.modules["tune_tiles"]
+def tuning():
+    with script("tune_tiles") as module:
+        yield module
 
 
 @pytest.fixture
