@@ -1,4 +1,4 @@
-"""What the examples share: tiny data, and a small network that was trained on it without CE."""
+"""Shared by the examples: tiny data, and a small network that was trained on it without CE."""
 
 import timm
 import torch
@@ -19,7 +19,7 @@ def images_and_labels() -> tuple[Tensor, Tensor]:
 
 
 def trained_network() -> nn.Module:
-    """A small ResNet of timm after a few steps; in your own work, `pretrained=True`."""
+    """A small ResNet of timm after a few steps; in your own code, use `pretrained=True` instead."""
     torch.manual_seed(0)
     network: nn.Module = timm.create_model("test_resnet", num_classes=10)
     images, labels = images_and_labels()

@@ -1,4 +1,4 @@
-"""Fine-tune a trained network with CE by the Trainer of Hugging Face's transformers."""
+"""Fine-tune a trained network with CE, with the Trainer of Hugging Face's transformers."""
 
 from pathlib import Path
 from tempfile import mkdtemp
@@ -15,7 +15,7 @@ import cenet
 
 
 class Classifier(nn.Module):
-    """A network in the form that the Trainer expects: it returns its loss beside the logits."""
+    """A network in the form that the Trainer expects: it returns its loss with the logits."""
 
     def __init__(self, network: nn.Module) -> None:
         """Hold the network."""
@@ -40,7 +40,7 @@ def main(folder: str, epochs: int = 2, **options: Any) -> None:
         output_dir=f"{folder}-training", num_train_epochs=epochs, per_device_train_batch_size=32,
         warmup_steps=2, save_strategy="no", report_to="none", disable_tqdm=True, **options,
     )  # fmt: skip
-    # the Trainer would decay λ and α: give it the optimizer
+    # with its own optimizer, the Trainer would decay λ and α
     optimizer = torch.optim.AdamW(cenet.param_groups(network, weight_decay=0.01), lr=2e-3)
     trainer = Trainer(
         Classifier(network), arguments, optimizers=(optimizer, None),

@@ -1,4 +1,4 @@
-"""Fine-tune a trained network with CE by Lightning's Trainer."""
+"""Fine-tune a trained network with CE, with Lightning's Trainer."""
 
 from pathlib import Path
 from tempfile import mkdtemp
@@ -15,7 +15,7 @@ import cenet
 
 
 class FineTuning(lightning.LightningModule):
-    """A network with CE, and how it is trained."""
+    """A network with CE, its loss and its optimizer."""
 
     def __init__(self, network: nn.Module) -> None:
         """CE is in the network already: Lightning asks for the optimizer later."""
@@ -42,7 +42,7 @@ def main(folder: str, epochs: int = 2, **options: Any) -> None:
 
     network.train()  # Lightning leaves the mode of modules as it is
     loader = DataLoader(TensorDataset(images, labels), batch_size=32, shuffle=True)
-    # over several GPUs: plugins=[cenet.lightning.SyncCE()] joins the statistics of all of them
+    # on several GPUs: plugins=[cenet.lightning.SyncCE()] takes statistics over all of them
     trainer = lightning.Trainer(
         max_epochs=epochs, logger=False, enable_checkpointing=False, enable_model_summary=False,
         **options,

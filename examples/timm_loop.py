@@ -1,6 +1,6 @@
-"""Fine-tune a trained network with CE by timm's parts: optimizer, schedule, averaged weights.
+"""Fine-tune a trained network with CE: timm's optimizer, schedule and averaged weights.
 
-These are what timm's own train.py is made of. That script is not in timm's package; how to run it
+timm's own train.py is made of these parts. That script is not in timm's package; how to run it
 with CE is in docs/finetuning.md.
 """
 
@@ -16,7 +16,7 @@ from timm.utils import ModelEmaV3
 from torch.nn.functional import cross_entropy
 
 import cenet
-import cenet.models  # tells timm about CE, so that it loads what cenet.save wrote
+import cenet.models  # registers CE with timm, so that timm loads folders of cenet.save
 
 
 def main(folder: str, epochs: int = 2) -> None:
