@@ -1,4 +1,4 @@
-"""What the GPU benchmarks share: clock, interleaved rounds, peak memory, CSV rows."""
+"""Shared by the benchmarks: clock, alternating rounds, peak memory, CSV rows."""
 
 import csv
 import gc

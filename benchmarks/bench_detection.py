@@ -1,9 +1,9 @@
-"""Step time and memory of Mask R-CNN on ResNet-50 with and without CE, and how both overfit a set.
+"""Step time and memory of Mask R-CNN on ResNet-50 with and without CE, and its overfitting.
 
-Steps of the networks take turns inside one process, on the same batches. With --epochs they are
-then trained from scratch on the whole folder without augmentation, in the loop of `cenet detect
-train`, and a page of each run is written. Processes that read images start anew in each epoch: of a
-small set, --times says how often an image comes in one.
+The networks are timed alternately in one process, on the same batches. With --epochs they are then
+trained from scratch on the whole folder without augmentation, in the loop of `cenet detect train`,
+and a page is written for each run. Processes that read images start anew in each epoch; for a small
+dataset, --times N makes an epoch of N copies of each image.
 
     PYTHONPATH=src python benchmarks/bench_detection.py --data COCO128 --batch 16
     PYTHONPATH=src python benchmarks/bench_detection.py --data COCO128 --rounds 0 --networks ce \
@@ -80,21 +80,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--data", type=Path, help="folder as COCO has it")
+    parser.add_argument(
+        "--data", type=Path, help="folder with COCO's layout; default: drawn shapes"
+    )
     parser.add_argument("--size", type=int, default=800, help="shorter side of the images")
-    parser.add_argument("--batch", type=int, default=2, help="images of a step")
-    parser.add_argument("--precision", default="bfloat16", help="or float16, float32")
-    parser.add_argument("--rounds", type=int, default=20, help="timed steps; 0: none")
+    parser.add_argument("--batch", type=int, default=2, help="images per step")
+    parser.add_argument("--precision", default="bfloat16", help="bfloat16, float16 or float32")
+    parser.add_argument("--rounds", type=int, default=20, help="number of timed steps; 0: none")
     parser.add_argument("--networks", nargs="+", choices=BACKBONES, default=list(BACKBONES))
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=SETTINGS)
-    parser.add_argument("--epochs", type=int, default=0, help="of training; 0: none")
-    parser.add_argument("--times", type=int, default=1, help="each image comes in an epoch")
-    parser.add_argument("--lr", type=float, default=0.02, help="of training, for 16 images")
+    parser.add_argument("--epochs", type=int, default=0, help="epochs of training; 0: none")
+    parser.add_argument("--times", type=int, default=1, help="copies of each image per epoch")
+    parser.add_argument(
+        "--lr", type=float, default=0.02, help="learning rate of training, for 16 images"
+    )
     parser.add_argument(
         "--workers", type=int, default=0, help="processes that read images in training"
     )
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="where runs of training go")
-    parser.add_argument("--out", type=Path, default=RESULTS / "detection.csv", help="rows of steps")
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs"), help="folder of the training runs"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS / "detection.csv", help="CSV file for the step times"
+    )
     args = parser.parse_args()
     if args.times > 1 and args.data is None:
         parser.error(f"--times {args.times} repeats the images of --data, which is missing")

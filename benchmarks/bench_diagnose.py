@@ -1,8 +1,8 @@
-"""Cost of the measures that rescaling cannot move, as a share of a diagnosis without ablation.
+"""Extra time of the scale-invariant measures in a diagnosis without ablation.
 
-The same batches go through the recorder as it is, and through one that leaves the new sums out
-(squares, signed sums, spread between images, firing, and who reads a channel), in turns inside one
-run. The measures of the layers are computed from the sums at the end of each.
+The same batches go alternately through the recorder as it is, and through one without the sums that
+these measures need (squares, signed sums, spread between images, firing, and the readers of each
+channel). At the end of each, the measures of the layers are computed from the sums.
 
     python benchmarks/bench_diagnose.py                                  # CPU
     python benchmarks/bench_diagnose.py --device cuda --batch 128 --batches 20

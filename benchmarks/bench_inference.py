@@ -1,13 +1,13 @@
-"""Seconds, multiply-adds and parameters of the paper's networks in inference: its Tables 1 and 2.
+"""Inference time, multiply-adds and parameters of the paper's networks, for its Tables 1 and 2.
 
-Batches of 32 images of 224×224 in float32, plain, with squeeze-excite and with CE, each as it would
-be deployed: CE folded, and nothing else changed. The three take turns, so that other work on the
-machine hits all of them.
+Batches have 32 images of 224×224 in float32. Each network is timed plain, with squeeze-excite and
+with CE, as it would be deployed: CE is folded, and nothing else is changed. The three are timed
+alternately, so that other work on the machine affects all of them.
 
     python benchmarks/bench_inference.py                       # on a CPU
     python benchmarks/bench_inference.py --device cuda --rounds 30
 
-Rows go to experiments/results/inference.csv; those of the same network and device are replaced.
+Rows go to experiments/results/inference.csv and replace those of the same network and device.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("experiments/results/inference.csv"))
-    parser.add_argument("--commit", default="", help="of this code, where git is not at hand")
+    parser.add_argument("--commit", default="", help="commit of this code, if git is not available")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     command = f"bench_inference.py --device {device} --rounds {arguments.rounds}"

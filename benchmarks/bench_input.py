@@ -1,15 +1,15 @@
-"""Images per second of CE-ResNet-50: the network alone, whole epochs over files, loaders alone.
+"""Images per second of CE-ResNet-50: the network alone, epochs over image files, the loader alone.
 
-A folder of JPEG files is made from photographs: each file is another crop, flip and brightness of
-one of them. Then, in the loop of `cenet train`, with one network and one loader after the other:
+A folder of JPEG files is made from photographs: each file is a photograph with a random crop, flip
+and brightness. Then these are measured one after the other, in the loop of `cenet train`:
 
-    network            one fixed batch again and again, through the step of the loop
+    network            training steps on one fixed batch
     loop, cpu          epochs over the folder, decoded by worker processes
     loop, cuda         the same, decoded by the GPU's decoder
-    loader, cpu|cuda   batches without the network
+    loader, cpu|cuda   batches of the loader without a network
 
-Numbers are medians and percentiles over windows of ten steps, the first of which is not counted.
-Files have just been written, so they are read from memory.
+Numbers are medians and percentiles over windows of ten steps; the first window is not counted.
+The files have just been written, so they are read from memory.
 
     PYTHONPATH=src python benchmarks/bench_input.py --images coco/val2017 --out benchmarks/results/input_h200.csv
     PYTHONPATH=src python benchmarks/bench_input.py --device cpu --count 40 --size 32 --batch 8  # smoke
@@ -186,14 +186,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--images", type=Path, help="photographs (*.jpg); noise without")
-    parser.add_argument("--folder", type=Path, help="keep the files here, and find them again")
-    parser.add_argument("--count", type=int, default=20_000, help="files")
+    parser.add_argument("--images", type=Path, help="folder of photographs (*.jpg); default: noise")
+    parser.add_argument("--folder", type=Path, help="keep the files in this folder, and reuse them")
+    parser.add_argument("--count", type=int, default=20_000, help="number of files")
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--workers", type=int, default=16)
-    parser.add_argument("--epochs", type=int, default=4, help="over the folder")
-    parser.add_argument("--network", default="resnet50_ce", help="a recipe")
+    parser.add_argument("--epochs", type=int, default=4, help="epochs over the folder")
+    parser.add_argument("--network", default="resnet50_ce", help="name of a recipe")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=RESULTS / "input.csv")
     args = parser.parse_args()

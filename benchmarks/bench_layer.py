@@ -1,15 +1,17 @@
-"""Time and memory of norm + CE + ReLU as a layer, against norm + ReLU and against the copy floor.
+"""Time and memory of norm + CE + ReLU as a layer, compared with norm + ReLU and with a copy.
 
-Providers take turns in one run; a row is written only after the provider's output and all its
-gradients agreed with float64. The floor of a mode is its fewest passes over memory at the speed of
-a device copy: 8 for a training step (x | x, y | g, x | g, x, dx), 3 forward (x | x, y).
+The implementations (providers) are timed alternately in one run. A row is written only after the
+provider's output and all its gradients agreed with float64. The floor of a mode is the time of the
+smallest possible number of passes over memory, at the speed of a device copy: 8 for a training step
+(x | x, y | g, x | g, x, dx), 3 for forward (x | x, y).
 
     PYTHONPATH=src python benchmarks/bench_layer.py --out layer.csv               # one H200
     PYTHONPATH=src python benchmarks/bench_layer.py --dtypes float16 float32 --layouts contiguous
     python benchmarks/bench_layer.py --device cpu --shapes 4x32x8x8 --rounds 2    # smoke test
 
 Modes: `forward+backward` (training, gradients of x and parameters), `forward` (training, no
-gradients), `evaluation`, and `graph`, the first captured in a CUDA graph, for small shapes only.
+gradients), `evaluation`, and `graph`: forward+backward in a CUDA graph, which is left out for
+shapes of more than 2³⁰ elements.
 """
 
 import argparse
@@ -317,7 +319,7 @@ def arguments() -> argparse.Namespace:
     add("--modes", nargs="+", choices=PASSES, default=["forward+backward", "graph"])
     add("--rounds", type=int, default=20)
     add("--device", default="cuda")
-    add("--out", type=Path, default=RESULTS / "layer.csv", help="rows are appended")
+    add("--out", type=Path, default=RESULTS / "layer.csv", help="CSV file to append rows to")
     return parser.parse_args()
 
 

@@ -1,7 +1,7 @@
-"""Cost of `cenet.analysis.Monitor` in training, as a share of the time of plain steps.
+"""Cost of `cenet.analysis.Monitor` in training, relative to the time of plain steps.
 
-Plain steps and steps that the monitor looks at alternate inside one run, so that other work on the
-machine hits both. A look at one step of `every` costs (watched − plain) / (every · plain).
+Plain steps and steps that the monitor measures alternate in one run, so that other work on the
+machine affects both. Measuring one step in `every` costs (watched − plain) / (every · plain).
 
     python benchmarks/bench_monitor.py                                 # CPU, ResNet-18 and a VGG
     python benchmarks/bench_monitor.py --device cuda --batch 128 --size 224 --network resnet50

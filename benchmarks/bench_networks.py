@@ -1,9 +1,9 @@
-"""Inference time as the paper's Table 1 has it: plain, SE and CE, as ratios inside one run.
+"""Inference time as in the paper's Table 1: plain, SE and CE, as ratios inside one run.
 
     python benchmarks/bench_networks.py resnet50                    # a CPU, batch 32
     python benchmarks/bench_networks.py resnet50 --device cuda --compiled
 
-The networks are timed in turns, so that a busy machine slows all of them alike.
+The networks are timed alternately, so that a busy machine slows all of them alike.
 """
 
 import argparse
@@ -73,12 +73,20 @@ def _run(model: Callable[[Tensor], Tensor], images: Tensor) -> Run:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", nargs="?", default="resnet50", help="`cenet models` lists them")
+    parser.add_argument(
+        "model", nargs="?", default="resnet50", help="name of a network; `cenet models` lists them"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--batch", type=int, default=32, help="images at a time; the paper has 32")
-    parser.add_argument("--rounds", type=int, default=5, help="how often each network is timed")
-    parser.add_argument("--size", type=int, help="of the images; by default the network's own")
-    parser.add_argument("--compiled", action="store_true", help="time torch.compile too")
+    parser.add_argument("--batch", type=int, default=32, help="images per batch; 32 in the paper")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="number of times each network is timed"
+    )
+    parser.add_argument(
+        "--size", type=int, help="height and width of the images; default: the network's own"
+    )
+    parser.add_argument(
+        "--compiled", action="store_true", help="also time networks compiled by torch.compile"
+    )
     options = parser.parse_args()
     name, device = options.model.removeprefix("ce"), options.device
     if name not in NETWORKS:

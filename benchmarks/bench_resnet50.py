@@ -1,20 +1,21 @@
 """Cost of CE in ResNet-50 on a GPU, as ratios to the plain network inside one run.
 
-CE as in the paper: stem (2×2 pooling) and the last norm of every block but the 2048-channel ones,
-14 sites, the addition of the shortcut and the ReLU in the same kernel. SE: squeeze-excite after
-the last norm of every block. Networks take turns; rows are written only after the checks: loss and
-gradients against plain PyTorch in float32, first loss of the timed step, folded against unfolded.
+CE is placed as in the paper: after the norm of the stem (with 2×2 pooling) and after the last norm
+of every block except the 2048-channel ones, 14 sites, with the addition of the shortcut and the
+ReLU in the same kernel. SE is squeeze-excite after the last norm of every block. Networks are timed
+alternately. Rows are written only after these checks: loss and gradients against plain PyTorch in
+float32, first loss of the timed step, folded against unfolded network.
 
     PYTHONPATH=src python benchmarks/bench_resnet50.py --parts train-eager --out resnet50.csv
-    PYTHONPATH=src python benchmarks/bench_resnet50.py --parts train-compiled    # compiles minutes
+    PYTHONPATH=src python benchmarks/bench_resnet50.py --parts train-compiled    # takes minutes
     PYTHONPATH=src python benchmarks/bench_resnet50.py --parts inference-tf32 inference-bf16
-    … --compile-mode reduce-overhead      # compiled parts in CUDA graphs: without the host
+    … --compile-mode reduce-overhead      # compiled parts in CUDA graphs
     python benchmarks/bench_resnet50.py --device cpu --batch 2 --size 64 --rounds 2  # smoke test
 
 A training step is forward, cross-entropy, backward, SGD with momentum, in bfloat16 autocast and
-channels_last. Its peak memory counts the network's own weights, momentum and batch, and nothing of
-the networks beside it. Inference is compiled; both networks have folded batch norms (`plain` also
-as it is, which torch.compile leaves unfolded).
+channels_last. Its peak memory counts the network's own weights, momentum and batch, without those
+of the other networks. Inference is compiled; both networks have folded batch norms (`plain` is also
+timed unfolded, because torch.compile does not fold batch norms).
 """
 
 import argparse
@@ -369,11 +370,15 @@ def arguments() -> argparse.Namespace:
     add("--inference-batch", type=int, default=32)
     add("--size", type=int, default=224)
     add("--rounds", type=int, default=20)
-    add("--backend", choices=("triton", "auto"), default="triton", help="of `ce`, on a GPU")
-    add("--compile-mode", choices=("reduce-overhead",), help="CUDA graphs")
-    add("--fold-fused", action="store_true", help="fold the network that hands shortcuts over")
+    add("--backend", choices=("triton", "auto"), default="triton", help="backend of `ce` on a GPU")
+    add("--compile-mode", choices=("reduce-overhead",), help="reduce-overhead: CUDA graphs")
+    add(
+        "--fold-fused",
+        action="store_true",
+        help="for inference, fold the network whose layers take the shortcut",
+    )
     add("--device", default="cuda")
-    add("--out", type=Path, default=RESULTS / "resnet50.csv", help="rows are appended")
+    add("--out", type=Path, default=RESULTS / "resnet50.csv", help="CSV file to append rows to")
     return parser.parse_args()
 
 

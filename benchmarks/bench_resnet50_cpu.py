@@ -1,8 +1,9 @@
 """Cost of CE in ResNet-50 on a CPU, as ratios to the plain network inside one run.
 
-CE as in the paper: stem (2×2 pooling) and the last norm of every block but the 2048-channel ones.
-Inference compares both networks with their batch norms folded. Plain and CE runs alternate, so that
-other work on the machine hits both; the ratio is that of the medians, its spread that of the pairs.
+CE is placed as in the paper: after the norm of the stem (with 2×2 pooling) and after the last norm
+of every block except the 2048-channel ones. Inference compares both networks with their batch norms
+folded. Plain and CE runs alternate, so that other work on the machine affects both. The ratio is
+that of the medians; its spread is that of the pairs.
 
     make bench                                      # 2 threads, batch 8, 224×224
     python benchmarks/bench_resnet50_cpu.py --help
@@ -94,9 +95,13 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--channels-last", action="store_true", help="layout of the images")
+    parser.add_argument(
+        "--channels-last", action="store_true", help="use channels_last for the images"
+    )
     parser.add_argument("--compiled", action="store_true", help="torch.compile both networks")
-    parser.add_argument("--inference", action="store_true", help="no training steps")
+    parser.add_argument(
+        "--inference", action="store_true", help="measure inference only, no training steps"
+    )
     parser.add_argument("--out", type=Path, help="CSV file to add a row for each ratio to")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

@@ -1,7 +1,7 @@
 """Seconds from the start of a process to the end of its first training step and its first test.
 
-Fresh processes, with and without preparation of the kernels, each with an empty and then with a
-full cache of compiled kernels. Images are noise.
+Fresh processes run with and without preparation of the kernels, each first with an empty and then
+with a full cache of compiled kernels. Images are noise.
 
     PYTHONPATH=src python benchmarks/bench_startup.py
     PYTHONPATH=src python benchmarks/bench_startup.py --recipe resnet50_ce --size 64
@@ -97,8 +97,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--recipe", default="vgg16_ce", choices=RECIPES)
-    parser.add_argument("--size", type=int, help="of the images; by default the recipe's")
-    parser.add_argument("--batch", type=int, help="by default the recipe's")
+    parser.add_argument(
+        "--size", type=int, help="height and width of the images; default: the recipe's"
+    )
+    parser.add_argument("--batch", type=int, help="images per batch; default: the recipe's")
     parser.add_argument("--precision", default="bfloat16")
     parser.add_argument("--out", type=Path, default=RESULTS / "startup.csv")
     parser.add_argument("--prepared", action="store_true", help=argparse.SUPPRESS)

@@ -1,14 +1,15 @@
-"""What SyncCE costs in DDP on several processes of this machine: time of a step, and bytes.
+"""Cost of SyncCE in DDP with several processes on this machine: time of a step, and bytes.
 
-Networks without CE, with each rank's own CE and with SyncCE train in turns, so that other work on
-the machine hits all. What SyncCE sends is counted as its collectives are called.
+Networks without CE, with CE of each rank alone and with SyncCE train alternately, so that other
+work on the machine affects all of them. The bytes of SyncCE are counted when its collectives are
+called.
 
     python benchmarks/bench_sync.py                                    # two gloo processes, CPU
     python benchmarks/bench_sync.py --ranks 8 --backend nccl --size 224 --batch 32    # 8 GPUs
 
-With a shape, one layer instead, forward and backward, on one GPU: alone, synchronized over one NCCL
-rank, and over gloo processes that share the GPU. A row is printed after its outputs and gradients
-agreed with float64 on the images of all ranks.
+With --layer SHAPE, one layer is timed instead, forward and backward, on one GPU: not synchronized,
+synchronized over one NCCL rank, and over gloo processes that share the GPU. A row is printed only
+after its outputs and gradients agreed with float64 on the images of all ranks.
 
     python benchmarks/bench_sync.py --layer 256x512x28x28
 """
@@ -245,7 +246,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--size", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--layer", type=dimensions, metavar="NxCxHxW", help="one layer, on one GPU")
+    parser.add_argument(
+        "--layer",
+        type=dimensions,
+        metavar="NxCxHxW",
+        help="time one layer of this shape, on one GPU",
+    )
     arguments = parser.parse_args()
     if arguments.layer is None:
         mp.spawn(work, (arguments, free_port()), nprocs=arguments.ranks)

@@ -1,13 +1,13 @@
 """Seconds per epoch of VGG-16 with batch norm and with CE, in the loop of `cenet train`.
 
-Both networks train in turns inside one process; the first epoch of each warms up (and compiles) and
-is not counted. Then one epoch of each runs under the profiler: utilisation is the time in which the
-GPU had a kernel at work, over the time of the epoch.
+Both networks train alternately in one process; the first epoch of each is a warm-up (and compiles)
+and is not counted. Then one epoch of each runs under the profiler: utilisation is the time in which
+a kernel was running on the GPU, divided by the time of the epoch.
 
     PYTHONPATH=src python benchmarks/bench_training.py --data CIFAR10 --cuda-graphs
     PYTHONPATH=src python benchmarks/bench_training.py --images 512 --rounds 1   # smoke test
 
-Without --data it trains on noise of CIFAR-10's size, which takes as long.
+Without --data it trains on noise of the size of CIFAR-10, which takes the same time.
 """
 
 import argparse
@@ -65,8 +65,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--data", type=Path, help="CIFAR-10: torchvision's, or image folders")
-    parser.add_argument("--images", type=int, default=50_000, help="of noise, without --data")
+    parser.add_argument(
+        "--data", type=Path, help="CIFAR-10, as torchvision stores it or as image folders"
+    )
+    parser.add_argument(
+        "--images", type=int, default=50_000, help="number of noise images, without --data"
+    )
     parser.add_argument("--precision", default="bfloat16")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--compile", action="store_true")

@@ -2,8 +2,9 @@
 
     python benchmarks/plot_layer.py benchmarks/results/layer.csv --out layer.png
 
-One group per shape, one bar per provider: median time over the floor, the 20th to 80th percentile
-as a whisker. Needs matplotlib. Of rows measured twice the last one counts.
+There is one group per shape and one bar per provider: median time divided by the floor, with the
+20th to 80th percentile as a whisker. Needs matplotlib. If a row was measured twice, the last
+counts.
 """
 
 import argparse
@@ -110,7 +111,7 @@ def main() -> None:
     parser.add_argument("--mode", default="forward+backward")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--layout", default="channels_last")
-    parser.add_argument("--shapes", nargs="+", help="as in the CSV; all by default")
+    parser.add_argument("--shapes", nargs="+", help="shapes as in the CSV file; default: all")
     parser.add_argument("--providers", nargs="+", choices=STYLES, default=list(STYLES))
     options = parser.parse_args()
     rows = read_rows(options.csv, mode=options.mode, dtype=options.dtype, layout=options.layout)

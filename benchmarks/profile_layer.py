@@ -1,12 +1,12 @@
-"""Where the time of a layer goes on a GPU: every kernel of a training step, and the gaps between.
+"""Profile of a layer on a GPU: every kernel of a training step, and the gaps between them.
 
     PYTHONPATH=src python benchmarks/profile_layer.py --out benchmarks/results/profile.csv
     PYTHONPATH=src python benchmarks/profile_layer.py --shapes 256x1024x14x14 --providers ce
 
-A step (forward and backward) is captured in a CUDA graph, and PyTorch's profiler watches its
-replays. For each kernel the table has the median time, and the gap since the kernel before it has
-ended, which is negative where both ran at the same time. The last line is the whole step, from the
-begin of the first kernel to the end of the last.
+A step (forward and backward) is captured in a CUDA graph, and PyTorch's profiler records its
+replays. For each kernel the table has the median time, and the gap since the end of the kernel
+before it, which is negative if both ran at the same time. The last line is the whole step, from the
+start of the first kernel to the end of the last.
 """
 
 import argparse
@@ -100,7 +100,7 @@ def main() -> int:
     add("--providers", nargs="+", choices=("ce", "bn_relu", "bn_relu_compiled"), default=PROVIDERS)
     add("--layouts", nargs="+", choices=LAYOUTS, default=["channels_last"])
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    add("--out", type=Path, help="CSV file that rows are added to")
+    add("--out", type=Path, help="CSV file to append rows to")
     given = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("torch sees no GPU")

@@ -1,14 +1,14 @@
-"""Hashes of the kernels' compiled code, for a GPU that need not be there: did a commit change it?
+"""Hashes of the kernels' compiled code, to see whether a commit changed it; needs no GPU.
 
     git worktree add /tmp/before COMMIT
     python benchmarks/ptx.py > now.txt
     python benchmarks/ptx.py --source /tmp/before > before.txt
     cmp before.txt now.txt
 
-A line for each kernel that training steps, evaluation and a folded layer launch, in several shapes,
-precisions and layouts: its name and the hash of its PTX without debug lines. Kernels of SyncCE are
-left out. Takes minutes: everything is compiled, for compute capability 9.0 unless --capability says
-otherwise.
+Prints a line for each kernel that training steps, evaluation and a folded layer launch, in several
+shapes, precisions and layouts: its name and the hash of its PTX without debug lines. Kernels of
+SyncCE are left out. It takes minutes, because all kernels are compiled; --capability selects the
+compute capability, by default 9.0.
 """
 
 import argparse
@@ -100,8 +100,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     root = Path(__file__).resolve().parents[1]
-    parser.add_argument("--source", type=Path, default=root, help="checkout of cenet")
-    parser.add_argument("--capability", type=int, default=90, help="80 for 8.0, and so on")
+    parser.add_argument(
+        "--source", type=Path, default=root, help="checkout of cenet to hash; default: this one"
+    )
+    parser.add_argument(
+        "--capability", type=int, default=90, help="compute capability times ten: 80 for 8.0"
+    )
     given = parser.parse_args()
     os.environ["TRITON_INTERPRET"] = "0"
     for folder in ("tests", "tests/helpers", "src"):

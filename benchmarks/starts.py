@@ -4,16 +4,16 @@
 
 Starts come in pairs that share a folder: the first is interrupted by SIGTERM to torchrun, the
 second finishes the run with `--resume auto`. Half of the interruptions come at a random moment of
-the start, half at a random moment after training has begun. The load is several pairs at once.
+the start, half at a random moment after training has begun. Several pairs at once load the cores.
 
-Prints a table of the exit codes of torchrun and of its processes; the exit code is 1 if one of them
-is wrong, or if a start hangs. A process may end with
+Prints a table of the exit codes of torchrun and of its processes. The script's own exit code is 1
+if one of these is wrong, or if a start hangs. A process may end with
 
     0     finished
     75    interrupted, and everything saved
-    143   interrupted while Python was starting; nothing was to be saved
+    143   interrupted while Python was starting; there was nothing to save
 
-An interrupted torchrun ends with 1, or with -6 where it aborts after its processes have ended.
+An interrupted torchrun ends with 1, or with -6 if it aborts after its processes have ended.
 """
 
 import argparse
@@ -107,8 +107,10 @@ def main() -> int:
     """Run the starts and print how they ended."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--starts", type=int, default=200)
-    parser.add_argument("--at-once", type=int, default=3, help="pairs at a time: the load")
-    parser.add_argument("--minutes", type=float, default=60, help="begin no pair after these")
+    parser.add_argument("--at-once", type=int, default=3, help="number of pairs that run at once")
+    parser.add_argument(
+        "--minutes", type=float, default=60, help="minutes after which no new pair begins"
+    )
     arguments = parser.parse_args()
     begin, usual = time.monotonic(), [20.0]
     counted: Counter[tuple[object, ...]] = Counter()

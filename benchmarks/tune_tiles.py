@@ -1,4 +1,4 @@
-"""Tune the tiles of the kernels' passes over x for the GPU that is here.
+"""Tune the tiles of the kernels' passes over x for the GPU of this machine.
 
     PYTHONPATH=src python benchmarks/tune_tiles.py --out benchmarks/results/tiles.csv
     PYTHONPATH=src python benchmarks/tune_tiles.py --passes reduce backward --shapes 256x1024x14
@@ -6,12 +6,13 @@
 A pass is timed alone, as a CUDA graph, for every shape and layout. The search starts from the tile
 in use and changes one of its numbers at a time (pixels, channels, warps, stages, programs, tiles
 per split) as long as that is faster by more than `GAIN`; a tile whose result differs from that of
-the tile in use is out. Then the best tile and the one in use take turns once more, and a row for
-each goes to the CSV file.
+the tile in use is rejected. Then the best tile and the one in use are timed alternately, and a row
+for each goes to the CSV file.
 
-At the end the tables are printed as they stand in `cenet.kernels.moments` and `cenet.kernels.mix`.
-Put them there if the rows are worth it, and run `pytest -m gpu` and `bench_layer.py` afterwards.
-Maps of up to 8 pixels and pooled covariances have tiles of their own, which this does not touch.
+At the end the tables are printed in the form of those in `cenet.kernels.moments` and
+`cenet.kernels.mix`. If the gain is worth it, put them there, and run `pytest -m gpu` and
+`bench_layer.py` afterwards. Maps of up to 8 pixels and pooled covariances have tiles of their own,
+which are not tuned here.
 """
 
 import argparse
@@ -274,10 +275,12 @@ def main() -> int:
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=[*PASSES])
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=[*LAYOUTS])
     parser.add_argument("--shapes", nargs="+", default=[*SHAPES], help="images×channels×side")
-    parser.add_argument("--rounds", type=int, default=9, help="of the last comparison")
-    parser.add_argument("--minutes", type=float, default=9.0, help="of all searches together")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds of the last comparison")
+    parser.add_argument(
+        "--minutes", type=float, default=9.0, help="time limit of all searches together, in minutes"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--out", type=Path, help="CSV file that rows are added to")
+    parser.add_argument("--out", type=Path, help="CSV file to append rows to")
     given = parser.parse_args()
     device = torch.device(given.device)
     if device.type == "cuda" and not torch.cuda.is_available():

@@ -1,16 +1,16 @@
-"""One layer of two versions of cenet in turns: time of a training step, as a ratio.
+"""A layer of two versions of cenet, timed alternately: time of a training step, as a ratio.
 
     git worktree add /tmp/before COMMIT
     python benchmarks/turns.py /tmp/before/src src
     python benchmarks/turns.py /tmp/before/src src --device cuda --channels-last \\
         --shapes 256x256x56 256x512x28 256x1024x14
 
-For each shape, two processes step in turns. On a CPU they have one thread each, and CPU seconds are
-counted. On a GPU the step is in bfloat16, and the time until the device has finished is counted: of
-replays of a CUDA graph, and of eager steps. How a process happens to lay out its memory moves all
-of its steps (on a CPU by up to 40 %), so freed memory is kept (`KEEP`) and all is done again with
-fresh processes. The ratio is the median over processes of the median over rounds. With --out, a row
-for each shape is added to a CSV file.
+For each shape, two processes run steps alternately. On a CPU they have one thread each, and CPU
+seconds are counted. On a GPU the step is in bfloat16, and the time until the device has finished is
+counted, for replays of a CUDA graph and for eager steps. The memory layout of a process changes the
+time of all its steps (on a CPU by up to 40 %), so freed memory is kept (`KEEP`), and everything is
+repeated with fresh processes. The ratio is the median over processes of the median over rounds.
+With --out, a row for each shape is added to a CSV file.
 """
 
 import argparse
@@ -132,7 +132,9 @@ def main() -> None:
     parser.add_argument("now", type=Path, help="src folder of the other version")
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="images x channels x side")
     parser.add_argument("--device", choices=list(MODES), default="cpu")
-    parser.add_argument("--modes", nargs="+", choices=MODES["cuda"], help="all that --device has")
+    parser.add_argument(
+        "--modes", nargs="+", choices=MODES["cuda"], help="default: all modes of --device"
+    )
     parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--processes", type=int, default=5)
@@ -140,7 +142,7 @@ def main() -> None:
         "--commits",
         nargs=2,
         metavar=("BEFORE", "NOW"),
-        help="of the code, where git is not at hand",
+        help="commits of both versions, if git is not available",
     )
     parser.add_argument("--out", type=Path, help="CSV file to add a row for each shape to")
     arguments = parser.parse_args()

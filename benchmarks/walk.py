@@ -1,11 +1,11 @@
-"""The files and functions of cenet that one command runs through: how far a reader has to walk.
+"""Lists the files and functions of cenet that a command runs through.
 
     python benchmarks/walk.py diagnose runs/digits_ce --ablation-images 8
     python benchmarks/walk.py report runs/digits_ce
 
-Everything after the script is a command line of `cenet`, which runs as usual, in this process. The
-list comes afterwards: each file in the order in which it was entered, and its functions. A function
-counts once, however often it runs. What runs while a file is imported does not count.
+Everything after the script is a command line of `cenet`, which runs as usual, in this process. Then
+the files are printed in the order in which they were entered, with their functions. A function
+counts once, however often it runs. Code that runs while a file is imported does not count.
 """
 
 import sys

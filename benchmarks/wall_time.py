@@ -1,10 +1,10 @@
-"""How much of the wall time of a run was training: rows from run.json and metrics.csv of runs.
+"""Share of training in the wall time of runs, from their run.json and metrics.csv.
 
     PYTHONPATH=src python benchmarks/wall_time.py runs/vgg16_plain runs/vgg16_ce
 
-Two ratios, both over epochs × the median time of a training epoch: of the wall time since the
-command was started, and of the wall time since the first step was made. A run that was resumed is
-left out: its wall time is spread over several starts.
+Each row has two ratios: the wall time since the start of the command, and the wall time since the
+first step, both divided by epochs × the median time of a training epoch. Runs that were resumed are
+left out, because their wall time is spread over several starts.
 """
 
 import argparse
@@ -56,7 +56,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("runs", nargs="+", type=Path)
-    parser.add_argument("--commit", default="", help="of the code that ran, if run.json has none")
+    parser.add_argument(
+        "--commit", default="", help="commit of the code that ran, if run.json has none"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS / "wall_time.csv")
     args = parser.parse_args()
     rows = [row(run, args.commit) for run in args.runs]

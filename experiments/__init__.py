@@ -1,7 +1,7 @@
-"""The paper's figures and tables, and ours: the runs they need, and what came out.
+"""The paper's figures and tables, and ours: the runs that they need, and their results.
 
-python -m experiments list      every figure and table: which runs exist, which are missing, what they cost
-python -m experiments train     train and measure what is missing
-python -m experiments build     tables and figures from the rows in experiments/results
-python -m experiments merge     take up rows that another machine has written
-"""  # noqa: E501
+python -m experiments list      figures and tables, their finished and missing runs, and the cost
+python -m experiments train     train and measure the missing runs
+python -m experiments build     write tables and figures from the rows in experiments/results
+python -m experiments merge     add rows that another machine has written
+"""

@@ -1,4 +1,4 @@
-"""Lists, trains and builds; see `python -m experiments --help`."""
+"""The command line: list, train, build, merge; see `python -m experiments --help`."""
 
 import argparse
 import signal
@@ -48,27 +48,33 @@ def parse() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     commands = parser.add_subparsers(dest="command", required=True)
-    listing = commands.add_parser("list", help="what exists, what is missing, what it costs")
-    listing.add_argument("--every-run", action="store_true", help="each run by name")
-    training = commands.add_parser("train", help="train and measure what is missing")
-    building = commands.add_parser("build", help="tables and figures from the rows")
+    listing = commands.add_parser("list", help="list finished and missing runs, and their cost")
+    listing.add_argument("--every-run", action="store_true", help="list each run by name")
+    training = commands.add_parser("train", help="train and measure the missing runs")
+    building = commands.add_parser("build", help="write tables and figures from the rows")
     building.add_argument("--out", type=Path, default=ROOT, help="folder above docs/")
     for command in (listing, training, building):
-        command.add_argument("names", nargs="*", metavar="NAME", help="figures and tables; all")
-        command.add_argument("--smoke", action="store_true", help="on digits, for one epoch")
+        command.add_argument(
+            "names", nargs="*", metavar="NAME", help="figures and tables; default: all"
+        )
+        command.add_argument("--smoke", action="store_true", help="run on digits, for one epoch")
     for command in (listing, training):
         command.add_argument("--runs", type=Path, default=ROOT / "experiments/out/runs")
-        command.add_argument("--seeds", type=int, help="at most so many of each row")
-    merging = commands.add_parser("merge", help="take up rows of another machine")
-    merging.add_argument("folders", nargs="+", type=Path, help="with runs.csv")
+        command.add_argument("--seeds", type=int, help="largest number of seeds of each row")
+    merging = commands.add_parser("merge", help="add rows of another machine")
+    merging.add_argument("folders", nargs="+", type=Path, help="folders with runs.csv")
     for command in (listing, training, building, merging):
         command.add_argument("--results", type=Path, default=FOLDER, help="folder of the rows")
     training.add_argument("--data", nargs="*", default=[], metavar="SET=FOLDER",
-                          help="imagenet=… cifar10=… tinyimagenet=…")  # fmt: skip
-    training.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    training.add_argument("--processes", type=int, default=1, help="of each run, by torchrun")
+                          help="dataset folders: imagenet=… cifar10=… tinyimagenet=…")  # fmt: skip
+    training.add_argument("--jobs", type=int, default=1, help="number of runs at the same time")
     training.add_argument(
-        "--task", metavar="I/N", help="the I-th of N parts of the runs: job arrays"
+        "--processes", type=int, default=1, help="processes of each run, started by torchrun"
+    )
+    training.add_argument(
+        "--task",
+        metavar="I/N",
+        help="run the I-th of N parts of the runs (I from 0), for job arrays",
     )
     training.add_argument(
         "--minutes", type=float, default=float("inf"), metavar="M",
@@ -76,21 +82,23 @@ def parse() -> argparse.Namespace:
     )  # fmt: skip
     training.add_argument(
         "--whole-runs", action="store_true",
-        help="begin only runs that are expected to end within --minutes: for machines whose files "
-        "do not stay",
+        help="begin only runs that are expected to end within --minutes, for machines whose files "
+        "are not kept",
     )  # fmt: skip
     training.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     training.add_argument(
         "--ablation-images", type=_images, metavar="N|all",
         help="test images of the ablation curve, which runs the network on each about 60 times and "
-        f"once for each channel of the layer; by default all if they have up to {SMALL}×{SMALL} "
-        "pixels (10,000 of CIFAR-10: 1.9 million passes of VGG-16, an estimated half minute of an "
-        f"H200) and {LARGE_IMAGES} of larger ones (ResNet-50: 0.6 million passes, an estimated two "
+        f"once for each channel of the layer; default: all images of up to {SMALL}×{SMALL} pixels "
+        "(10,000 of CIFAR-10: 1.9 million passes of VGG-16, an estimated half minute of an H200), "
+        f"and {LARGE_IMAGES} of larger images (ResNet-50: 0.6 million passes, an estimated two "
         "minutes; all 50,000 of ImageNet take ten times as long and 30 GB of the GPU)",
     )  # fmt: skip
-    training.add_argument("--commit", default="", help="of this code, where git is not at hand")
+    training.add_argument(
+        "--commit", default="", help="commit of this code, if git is not available"
+    )
     training.add_argument("--options", nargs=argparse.REMAINDER, default=[],
-                          help="of `cenet train`; all that follows")  # fmt: skip
+                          help="options of `cenet train`: everything that follows")  # fmt: skip
     found = parser.parse_args()
     found.names = getattr(found, "names", [])
     unknown = sorted(set(found.names) - set(RESULTS))

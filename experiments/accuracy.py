@@ -1,4 +1,4 @@
-"""Tables of accuracies, beside the paper's."""
+"""Tables of accuracies, compared with the paper's."""
 
 from collections.abc import Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""Tables and figures from the rows, into the pages that show them."""
+"""Writes tables and figures from the rows into the pages that show them."""
 
 import re
 from os.path import relpath

@@ -1,4 +1,4 @@
-"""Every figure and table of the paper that is made of training runs, in its order, and ours."""
+"""The catalogue of results: the paper's figures and tables that need training runs, and ours."""
 
 from collections.abc import Sequence
 

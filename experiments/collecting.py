@@ -1,4 +1,4 @@
-"""From the folder of a finished and diagnosed run to its rows."""
+"""Collects the rows of a finished and diagnosed run from its folder."""
 
 import csv
 import json

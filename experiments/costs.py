@@ -1,4 +1,4 @@
-"""How long a run takes on one H200: as measured, or about as long as its network suggests."""
+"""Time of a run on one H200: measured, or estimated from its network."""
 
 from experiments.collecting import parts_of
 from experiments.runs import DetectorRun, LastingRun, Run

@@ -1,4 +1,4 @@
-"""Detectors, whose rows are AP instead of measures of channels: Table 3, and 128 images of COCO."""
+"""Results of detectors, whose rows hold AP: Table 3, and 128 images of COCO."""
 
 from functools import partial
 from pathlib import Path

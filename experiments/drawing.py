@@ -1,4 +1,4 @@
-"""How figures look."""
+"""Style of the figures, their legends and files."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What networks cost in inference, beside the paper; `benchmarks/bench_inference.py` measures."""
+"""Inference cost of networks compared with the paper, from `benchmarks/bench_inference.py`."""
 
 from functools import partial
 from typing import NamedTuple

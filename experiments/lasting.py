@@ -3,13 +3,13 @@
     python -m experiments.lasting --block ce --data CIFAR10 --tasks 25 --out runs/lasting-ce
     python -m experiments.lasting --block plain --network vgg6 --tasks 10      # digits, on a CPU
 
-The images stay the same; in each task every image gets a label from all classes by chance, and the
-network goes on from the weights, statistics and momenta it has. There is nothing to generalize:
-what is told is how much of a task is learned in the epochs it is given (accuracy on the training
-images, as they are learned in the last of them), and how the channels fare. A network that loses
-the ability to learn reaches less in later tasks than in the first.
+The images stay the same; in each task every image gets a random label from all classes, and the
+network continues from its weights, statistics and momenta. There is nothing to generalize. The
+result is how much of a task is learned in its epochs (accuracy on the training images during the
+last epoch), and the state of the channels. A network that loses the ability to learn reaches a
+lower accuracy in later tasks than in the first.
 
-OUT/tasks.csv has a row for each task. A run that was interrupted begins anew: it takes minutes.
+OUT/tasks.csv has a row for each task. A run takes minutes; an interrupted one begins anew.
 """
 
 import argparse
@@ -173,7 +173,7 @@ def parse(arguments: list[str]) -> tuple[Course, argparse.Namespace]:
     for name, value in asdict(base).items():
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=type(value), default=value, choices=choices.get(name))
-    parser.add_argument("--data", type=Path, help="CIFAR-10 as image folders; digits without")
+    parser.add_argument("--data", type=Path, help="CIFAR-10 as image folders; default: digits")
     parser.add_argument("--out", type=Path, default=Path("runs/lasting"))
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     found = parser.parse_args(arguments)

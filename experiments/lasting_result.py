@@ -1,4 +1,4 @@
-"""What becomes of learning over many tasks: accuracy reached in each, and the channels."""
+"""Results of learning over many tasks: the accuracy reached in each, and the channels."""
 
 from functools import partial
 from statistics import fmean

@@ -1,7 +1,7 @@
-"""Starts commands in processes that have the large libraries from their first moment.
+"""Starts commands in processes that have already imported the large libraries.
 
-To import torch, torchvision and timm takes ten seconds, and longer if several processes do it at
-once; every run and every measurement would, and the GPU would wait. Here one process imports them
+Importing torch, torchvision and timm takes ten seconds, and longer if several processes do it at
+once. If every run and every measurement did this, the GPU would wait. So one process imports them
 and is forked for each command (the forkserver of `multiprocessing`).
 """
 

@@ -1,4 +1,4 @@
-"""Every measure of a few recipes, over seeds, with differences and their uncertainty."""
+"""Tables of all measures of a few recipes, over seeds, with differences and their uncertainty."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

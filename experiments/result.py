@@ -1,4 +1,4 @@
-"""A figure or table: what it needs, and what its builder reads and makes."""
+"""A figure or table: the runs that it needs, and the function that builds it from their rows."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What is trained: a recipe with some fields changed, and a seed."""
+"""A training run: a recipe with some fields changed, and a seed."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace

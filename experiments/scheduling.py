@@ -1,4 +1,4 @@
-"""Runs side by side on one device: each is `cenet train`, then `cenet diagnose`, then rows."""
+"""Schedules runs on one device: each is `cenet train`, then `cenet diagnose`, then its rows."""
 
 import re
 import signal

@@ -1,7 +1,7 @@
 """Comparisons in which every network has the best settings of the same grid.
 
-Settings are chosen on training images that are held out, by one run each; the runs of the table
-then train on all training images, and the test images are looked at once.
+Settings are chosen on held-out training images, with one run for each setting. The runs of the
+table then train on all training images, and the test images are used once.
 """
 
 from collections.abc import Callable, Sequence

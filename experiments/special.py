@@ -1,4 +1,4 @@
-"""Results that are no comparison of recipes alone: wrong labels, correlation by depth, β."""
+"""Results beyond a comparison of recipes: wrong labels, correlation by depth, β."""
 
 from functools import partial
 from statistics import fmean

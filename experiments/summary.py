@@ -1,4 +1,4 @@
-"""The main comparison: top-1 of networks without anything, with SE and with CE, and differences."""
+"""The main comparison: top-1 of plain networks, with SE and with CE, and the differences."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""The rows of finished runs, as CSV files that several processes add to."""
+"""Rows of finished runs in CSV files to which several processes add."""
 
 import csv
 import fcntl

@@ -1,15 +1,13 @@
-"""Appendix C drawn: the interference game, its equilibria, and how far CE is one of them.
+"""Figure of Appendix C: the interference game, its equilibria, and the distance of CE from them.
 
     python -m experiments.theory_game --out experiments/out/theory
 
 Claim: the equilibrium is unique for G = W⁻¹ but not for every G; the closed form holds from a
-known
-budget on; the linear proxy errs to second order; CE is the equilibrium to first order where its
-output is positive, and not where it is clipped. docs/theory.md has the proofs.
+known budget on; the linear proxy errs to second order; CE is the equilibrium to first order where
+its output is positive, and not where it is clipped. docs/theory.md has the proofs.
 
 Writes theory_game.svg and theory_game.csv (panel, series, x, y: every point drawn). Float64 on
-the
-CPU, fixed seeds, about five seconds. Needs matplotlib.
+the CPU, fixed seeds, about five seconds. Needs matplotlib.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""CE that is put into a trained network, which then is trained on, beside the same without it."""
+"""CE inserted into a trained network, which is trained further with and without CE."""
 
 from functools import partial
 from typing import Any
