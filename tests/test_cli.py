@@ -41,21 +41,21 @@ def test_help_lists_the_commands(printed):
 
 def test_sites_of_a_network(printed):
     text = printed("sites", "resnet18")
-    assert "resnet18: insert_ce_ puts CE behind 8 of 20 norms" in text
+    assert "resnet18: insert_ce_ puts CE after 8 of 20 norms" in text
     assert "layer4.1.bn2" in text
     assert text.count("puts CE here") == 8
-    assert "CE goes behind the last norm of each of the 8 residual blocks." in text
+    assert "CE goes after the last norm of each of the 8 residual blocks." in text
     assert (
-        "16 of 20 norms of feature maps have CE then or are in a block that has it; there is CE at "
+        "16 of 20 norms of feature maps then have CE or are in a block with CE; there is CE at "
         "4 of 5 sizes of feature maps (none at 112×112)."
     ) in text
     assert 'To choose yourself: insert_ce_(model, lambda norm, name: name == "bn1").' in text
-    assert "behind 8 of 8 norms" in " ".join(printed("sites", "torchvision/vgg11_bn").split())
+    assert "after 8 of 8 norms" in " ".join(printed("sites", "torchvision/vgg11_bn").split())
 
 
 def test_sites_at_a_size_of_images(printed):
     text = printed("sites", "resnet18", "--size", "32")
-    assert "behind 6 of 20 norms" in text
+    assert "after 6 of 20 norms" in text
     assert "maps of one pixel" in text
 
 

@@ -153,7 +153,7 @@ def test_weights_that_do_not_say_how_images_were_normalized(tmp_path, monkeypatc
     torch.save(create_model("vgg6", num_classes=3).state_dict(), tmp_path / "w.pth")
     arguments = ("--format", "safetensors", "--out", str(tmp_path / "out"))
     call(monkeypatch, "export", "cevgg6", str(tmp_path / "w.pth"), *arguments)
-    assert "the defaults of cevgg6: w.pth does not say" in capsys.readouterr().out
+    assert "the defaults of cevgg6, because w.pth records none" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_weights_that_do_not_say_how_images_were_normalized(tmp_path, monkeypatc
         ("x.onnx", ("--format", "safetensors"), "--format safetensors writes a folder"),
         ("x.pth", ("--format", "safetensors"), "--format safetensors writes a folder"),
         ("x.pt", ("--format", "safetensors"), "--format safetensors writes a folder"),
-        ("full", ("--format", "safetensors"), "the folder holds something else (photo.png)"),
+        ("full", ("--format", "safetensors"), "the folder holds other files (photo.png)"),
         (
             "file/x.onnx",
             (),

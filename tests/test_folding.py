@@ -295,7 +295,7 @@ def partly_foldable():
 
 def test_what_can_be_folded_is_and_the_rest_is_listed():
     model = partly_foldable()
-    with pytest.raises(ValueError, match="cannot fold 5 of Sequential: it is not behind a norm"):
+    with pytest.raises(ValueError, match="cannot fold 5 of Sequential: it does not follow a norm"):
         fold_ce(model)
     with pytest.warns(
         UserWarning, match=r"2 CE layers of Sequential stay .*\(5\); .*\(3\)"
@@ -304,8 +304,8 @@ def test_what_can_be_folded_is_and_the_rest_is_listed():
     assert len(said) == 1
     assert said[0].filename == __file__
     assert folded.not_folded == {
-        "5": "it is not behind a norm in a NormCE2d; build it as NormCE2d(norm, ce)",
-        "3": "its norm is GroupNorm; CE is folded behind batch norms",
+        "5": "it does not follow a norm in a NormCE2d; build it as NormCE2d(norm, ce)",
+        "3": "its norm is GroupNorm; CE is folded after batch norms only",
     }
     assert isinstance(folded[1], FoldedCE2d)
     assert isinstance(folded[3], NormCE2d)
@@ -399,7 +399,7 @@ def test_other_refusals():
     with pytest.raises(ValueError, match="pass the network that holds both"):
         fold_ce(model.eval()[1])
     loose = nn.Sequential(nn.Conv2d(3, 48, 3), nn.BatchNorm2d(48), ChannelEquilibrium2d(48)).eval()
-    with pytest.raises(ValueError, match="not behind a norm in a NormCE2d"):
+    with pytest.raises(ValueError, match="does not follow a norm in a NormCE2d"):
         fold_ce(loose)
     grouped = nn.Sequential(
         nn.Conv2d(3, 48, 3), NormCE2d(nn.GroupNorm(2, 48), ChannelEquilibrium2d(48))
@@ -410,7 +410,7 @@ def test_other_refusals():
         nn.Conv2d(3, 48, 3),
         NormCE2d(nn.BatchNorm2d(48, track_running_stats=False), ChannelEquilibrium2d(48)),
     )
-    with pytest.raises(ValueError, match="CE is folded behind batch norms"):
+    with pytest.raises(ValueError, match="CE is folded after batch norms only"):
         fold_ce(by_batch.eval())
 
     folded = fold_ce(block(nn.Conv2d(3, 48, 3)))
@@ -427,7 +427,7 @@ def test_other_refusals():
             weight = self.weight / self.weight.std()
             return nn.functional.conv2d(x, weight, self.bias)
 
-    with pytest.raises(ValueError, match="Standardized may not use its weight as it is"):
+    with pytest.raises(ValueError, match="Standardized may change its weight before using it"):
         fold_ce(block(Standardized(3, 48, 3)))
 
 
@@ -526,7 +526,9 @@ def test_a_pair_that_cannot_be_folded_is_named():
     with pytest.raises(ValueError, match="conv has 8 output channels, but norm_ce has 24"):
         fold_conv_norm_ce(nn.Conv2d(3, 8, 1), norm_ce)
     group_norm = NormCE2d(nn.GroupNorm(2, 24), ChannelEquilibrium2d(24)).eval()
-    with pytest.raises(ValueError, match="its norm is GroupNorm; CE is folded behind batch norms"):
+    with pytest.raises(
+        ValueError, match="its norm is GroupNorm; CE is folded after batch norms only"
+    ):
         fold_conv_norm_ce(conv, group_norm)
     conv.register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match="its convolution has hooks"):

@@ -41,7 +41,7 @@ def test_few_residual_blocks_are_not_the_whole_network(name):
     rule, coverage = found.summary()
     assert rule.startswith("Only ")
     assert f" of {norms} norms are in the {blocks} residual block" in rule
-    assert coverage.startswith(f"{found.reached} of {norms} norms of feature maps have CE")
+    assert coverage.startswith(f"{found.reached} of {norms} norms of feature maps then have CE")
     assert "CE at 5 of 5 sizes" in coverage
 
 

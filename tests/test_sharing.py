@@ -358,11 +358,13 @@ def test_a_class_of_your_own_is_built_only_if_you_pass_it(tmp_path):
     cenet.insert_ce_(model, lambda _, name: name == "stem.1", group_size=4)
     step(model)
     images = {"image_size": 64, "mean": (0.5,) * 3, "std": (0.2,) * 3}
-    with pytest.raises(ValueError, match=r"how .*:Own takes images is not known; give image_size"):
+    with pytest.raises(
+        ValueError, match=r"size and normalization of images for .*:Own are not known; give"
+    ):
         cenet.save(model, tmp_path, network_args={"width": 8, "slope": 0.3})
     with pytest.raises(ValueError, match=r"Own cannot be built: .*missing 1 required .*'width'"):
         cenet.save(model, tmp_path, **images)
-    with pytest.raises(ValueError, match=r"another network in 1 places, such as  \(Own\)"):
+    with pytest.raises(ValueError, match=r"differs from it in 1 places, such as  \(Own\)"):
         cenet.save(model, tmp_path, network_args={"width": 8}, **images)
     assert not list(tmp_path.iterdir())
     cenet.save(model, tmp_path, network_args={"width": 8, "slope": 0.3}, **images)
@@ -474,7 +476,7 @@ def test_a_network_of_other_arguments_is_named_or_refused(tmp_path):
     moved = timm.create_model("test_resnet")
     moved.conv1[0].stride = (1, 1)  # same weights, another network
     with pytest.raises(
-        ValueError, match=r"another network in 1 places, such as conv1.0 \(Conv2d\)"
+        ValueError, match=r"differs from it in 1 places, such as conv1.0 \(Conv2d\)"
     ):
         cenet.save(moved, tmp_path)
 

@@ -272,7 +272,7 @@ def test_nothing_to_do_is_an_error():
         insert_ce_(nn.BatchNorm2d(8))
     twice = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
     insert_ce_(twice)
-    with pytest.raises(ValueError, match="already there, behind every norm of Sequential"):
+    with pytest.raises(ValueError, match="already there, after every norm of Sequential"):
         insert_ce_(twice)
     with pytest.raises(ValueError, match="itself a NormCE2d"):
         remove_ce_(twice[1])

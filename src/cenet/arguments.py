@@ -1,4 +1,4 @@
-"""What all commands share: arguments, parsed by tyro, one line about wrong ones, a progress bar."""
+"""Shared by all commands: parsing by tyro, errors about arguments in one line, a progress bar."""
 
 import re
 import sys
@@ -19,13 +19,11 @@ from rich.progress import Progress, ProgressColumn, TimeRemainingColumn
 T = TypeVar("T")
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 EDGE = "╭╮╰╯│ "
-RULE = re.compile(
-    "─|-+$"
-)  # a rule of the frame, with or without a headline in it; in ASCII without
+RULE = re.compile("─|-+$")  # a rule of tyro's frame; one drawn in ASCII contains no headline
 
 
 def progress_bar(*columns: ProgressColumn | str, shown: bool) -> Progress:
-    """A progress bar on stderr with these columns, and the time that remains behind them."""
+    """A progress bar on stderr with these columns, followed by the remaining time."""
     return Progress(
         *columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not shown
     )
@@ -69,7 +67,7 @@ def _in_one_line(parse: Callable[[], T]) -> T:
 
 
 def without_frame(text: str) -> str:
-    """What tyro says about wrong arguments, without its frame, headline and explanations."""
+    """tyro's message about wrong arguments, without frame, headline and explanations."""
     lines = [line.strip(EDGE) for line in COLOUR.sub("", text).splitlines()]
     parts: list[str] = [""]  # between the rules of the frame; the first is empty or the headline
     for line in lines:

@@ -1,4 +1,4 @@
-"""Precise running statistics: re-estimate from data what evaluation uses."""
+"""Re-estimate the running statistics of CE, which evaluation uses, from data."""
 
 from collections.abc import Iterable
 from itertools import islice
@@ -21,16 +21,16 @@ def update_ce_stats(
 ) -> int:
     """Replace the running statistics of every CE layer by their plain average over batches of data.
 
-    The rest of the network runs in evaluation mode, so the statistics are those evaluation will
-    meet and nothing else changes: recalibrate batch norms first, if they need it, by
-    `torch.optim.swa_utils.update_bn`. Frozen layers keep theirs. If the loader fails or is empty,
-    the old statistics come back.
+    The rest of the network runs in evaluation mode. So the statistics are those that evaluation
+    will meet, and nothing else changes. If batch norms need it too, recalibrate them first by
+    `torch.optim.swa_utils.update_bn`. Frozen layers keep their statistics. If the loader fails or
+    is empty, the old statistics are restored.
 
     Args:
         model: the network.
         loader: yields input batches, or tuples and lists whose first element is one.
-        num_batches: stop after this many; None takes all.
-        device: where batches go; by default where the model is.
+        num_batches: number of batches to use; None uses all.
+        device: device that batches are moved to; by default that of the model.
 
     Returns:
         The number of batches used.

@@ -1,4 +1,4 @@
-"""Foreign checkpoints: files, and the layout of the authors' released CE layer."""
+"""Read checkpoint files of any origin, and the layout of the authors' released CE layer."""
 
 import json
 from collections import OrderedDict
@@ -32,10 +32,10 @@ SHOWN = 3  # number of keys of each kind that a message lists
 def load_released_ce_(layer: ChannelEquilibrium2d, state: Mapping[str, Tensor]) -> None:
     """Load one CE layer saved by the authors' released code into `layer`, in place.
 
-    That code differs from the paper, and so does `layer` afterwards (`layer.ir.released`, which its
-    state dict keeps): instance variances are unbiased, and the gate sees them undivided by s. The
-    running √s becomes the running s^{-1/2}. The counters are set so that the next training batch
-    weighs no more than any other.
+    That code differs from the paper: instance variances are unbiased, and the gate gets them
+    without division by s. `layer` computes the same afterwards (`layer.ir.released`, saved in its
+    state dict). The running √s becomes the running s^{-1/2}. The counters are set so that the next
+    training batch weighs no more than any other.
 
     Args:
         layer: built with the group size of the checkpoint.
@@ -110,7 +110,7 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
         ) from error
     except Exception as error:  # the readers raise a dozen kinds, most about their own code
         speaks = isinstance(error, OSError | ValueError | RuntimeError) and " " in str(error)
-        reason = str(error).splitlines()[0] if speaks else "it is no such file"
+        reason = str(error).splitlines()[0] if speaks else "its format is not known"
         raise ValueError(f"{path} cannot be read as a checkpoint: {reason}") from error
     for key in ("state_dict", "model"):
         if isinstance(state, dict) and isinstance(state.get(key), dict):
@@ -126,14 +126,14 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
     about = read_header(path)
     with safe_open(path, framework="pt") as file:
         state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    # files of others have none
+    # only files that cenet wrote have a digest
     if about.get("digest", whole := digest(state, "")) != whole:
         raise ValueError("it is damaged: its content does not match its digest")
     return state
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """What cenet wrote about the tensors of a file into its header; empty for files of others."""
+    """The metadata that cenet wrote into the header of a file; empty for files of others."""
     from safetensors import safe_open
 
     if path.suffix != ".safetensors":
@@ -144,7 +144,7 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def load_state_(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load a state dict, in place; ValueError that says what does not fit."""
+    """Load a state dict, in place; ValueError that lists what does not fit."""
     own, state = module.state_dict(), OrderedDict(state)
     for name, layer in module.named_modules(remove_duplicate=False):
         if isinstance(layer, InstanceReweighting2d):
@@ -165,7 +165,7 @@ def load_state_(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     ]
     if found:
         raise ValueError(f"these weights are of another network: {', '.join(found)}")
-    # versions of the layout, which files do not keep and torchvision's MNASNet asks for
+    # versions of the layout, which files do not keep and torchvision's MNASNet needs
     state._metadata = getattr(own, "_metadata", {})  # type: ignore[attr-defined]
     module.load_state_dict(state)
 

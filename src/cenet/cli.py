@@ -1,4 +1,4 @@
-"""The `cenet` command: parse, then one call each."""
+"""The `cenet` command: parses its arguments and calls one function per subcommand."""
 
 import csv
 import os
@@ -25,7 +25,7 @@ IMPORTS = "importing PyTorch and the networks"
 
 
 def _waiting(what: str) -> Status:
-    """Says on a terminal what takes seconds, as long as it does; once for all of torchrun's."""
+    """Show a status line on the terminal while something slow runs; only in the first process."""
     return Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0").status(what)
 
 
@@ -33,12 +33,12 @@ def sites(
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")],
     size: int | None = None,
 ) -> None:
-    """List the norms of a network that CE can follow, and those that `insert_ce_` puts it behind.
+    """List the norms of a network that CE can follow, and mark those that `insert_ce_` chooses.
 
     Args:
         model: a timm model name such as resnet50, or torchvision/NAME.
-        size: height and width of the images that the network is run on, to see where its norms
-            lead; by default 224, or the first usual size that it takes.
+        size: height and width of the images that are run through the network to trace its norms; by
+            default 224, or the first common size that the network accepts.
     """
     if size is not None and size < 1:
         raise SystemExit(f"--size {size} must be at least 1")
@@ -65,7 +65,7 @@ def sites(
     chosen = sum(site.default for site in found.sites)
     if found.sites:
         table = Table(
-            title=f"{model}: insert_ce_ puts CE behind {chosen} of {len(found.sites)} norms"
+            title=f"{model}: insert_ce_ puts CE after {chosen} of {len(found.sites)} norms"
         )
         table.add_column("norm", overflow="fold")
         table.add_column("class")
@@ -89,8 +89,8 @@ def models() -> None:
     counted = files("cenet").joinpath("models", "costs.csv").read_text()  # importing timm is slow
     table = Table(
         title="millions of parameters, and billions of multiply-adds for one image",
-        caption="Counted: convolutions and matrix products. +SE and +CE: with squeeze-excite and "
-        "with CE; train and folded: with CE, in training and folded; paper: its figure for CE.",
+        caption="Counted: convolutions and matrix products. +SE: with squeeze-excite. +CE: with "
+        "CE. train, folded: with CE, in training and after folding. paper: its figure with CE.",
         box=SIMPLE_HEAD,
         padding=0,
         pad_edge=False,
@@ -114,27 +114,29 @@ def export(
     size: int | None = None,
     data: Path | None = None,
 ) -> None:
-    """Write a trained network for deployment, for images of its own size and any batch.
+    """Export a trained network for deployment, for its own image size and any batch size.
 
-    ONNX files and programs are run on images, and nothing is written unless they compute what the
-    network does.
+    ONNX files and torch.export programs are run on images first. They are written only if their
+    outputs match those of the network.
 
     Args:
-        model: a run of `cenet train` or a folder of `cenet.save`, whose size, normalization and
-            classes are kept; or with CKPT a CE network such as ceresnet50.
-        checkpoint: weights of MODEL: those of a run, or .pth or .safetensors of a network with
-            default arguments (or start="identity"), or a folder.
-        out: file to write, or to replace, NAME.onnx or NAME.pt2; for safetensors a folder, which
-            timm reads as local-dir:OUT.
-        format: onnx, safetensors, or folded: a program for torch.export.load. By default onnx for
-            NAME.onnx and folded for NAME.pt2.
+        model: folder of a run of `cenet train` or of `cenet.save`, which also gives image size,
+            normalization and classes; or, together with CKPT, the name of a CE network such as
+            ceresnet50.
+        checkpoint: weights of a MODEL given by name: the weights file of a run, a .pth or
+            .safetensors file of a network with default arguments (or start="identity"), or a folder
+            of a run or of `cenet.save`.
+        out: file to write, NAME.onnx or NAME.pt2, which is replaced if it exists; for safetensors a
+            folder, which timm reads as local-dir:OUT.
+        format: onnx, safetensors, or folded, a program that torch.export.load reads. By default
+            onnx for NAME.onnx and folded for NAME.pt2.
         size: height and width of the images to export for; by default the network's own.
-        data: folder of images to check the exported network on, as for `cenet train` or in any
-            folders; by default parts of two photographs.
+        data: folder of images on which the exported network is checked, in the layout for
+            `cenet train` or any other; by default parts of two photographs.
     """
     source = Path(model) if checkpoint is None else checkpoint
     if out.exists() and source.exists() and out.samefile(source):
-        raise SystemExit(f"--out {out} is the checkpoint itself; write to another place")
+        raise SystemExit(f"--out {out} is the checkpoint itself; choose another --out")
     with _waiting(f"exporting {model} and running it on images"):
         from cenet.export import chosen_format, write_network
         from cenet.files import in_words
@@ -165,20 +167,23 @@ def diagnose(
     Args:
         model: a timm model name such as resnet50, torchvision/NAME, or a folder of `cenet train` or
             `cenet.save`.
-        data: folder of class folders with images, of images without labels, or of test images in
-            tar or parquet files as for `cenet train`. A run on digits needs none.
-        checkpoint: weights of the model (.safetensors or .pth); random without. A run has its own.
+        data: folder of images: class folders, images without labels, or test images in tar or
+            parquet files as for `cenet train`. A run on digits needs none.
+        checkpoint: weights of the model, a .safetensors or .pth file. A folder brings its own
+            weights; otherwise they are random without this option or --pretrained.
         pretrained: download the weights that timm or torchvision have for the model.
         limit: largest number of images to use, chosen at random.
         size: height and width of the images; by default the network's own.
         batch: images per batch.
         device: device to run on; auto is cuda where there is one.
-        layer: layer to ablate, by its name or that of the norm before it; by default the paper's.
-        ablation_images: number of labelled images that the ablation uses, or all, or 0 for none;
-            by default 512, and 128 for images of more than 64×64 pixels on a CPU. The network
-            runs on each about 60 times and once for each channel of the ablated layer.
-        out: folder for diagnosis.json and the page diagnosis.html; by default that of the run,
-            where `cenet report` finds it, or `diagnosis`.
+        layer: layer to ablate, by its own name or that of the norm before it; by default the layer
+            that the paper ablates.
+        ablation_images: number of labelled images for the ablation; all uses every image, 0 skips
+            the ablation. By default 512, or 128 for images of more than 64×64 pixels on a CPU. The
+            network runs on each about 60 times, and once more for each channel of the ablated
+            layer.
+        out: folder for diagnosis.json and the page diagnosis.html; by default MODEL itself if it is
+            a folder, where `cenet report` finds the diagnosis, otherwise `diagnosis`.
     """
     with _waiting(IMPORTS):
         from cenet.diagnosing.command import run
@@ -200,7 +205,7 @@ def demo(out: Path = Path("runs/demo"), epochs: int = 15, seeds: int = 3) -> Non
     Args:
         out: folder of the runs and of report.html.
         epochs: epochs of training per network.
-        seeds: number of trainings per network, each with its own seed.
+        seeds: number of training runs per network, each with its own seed.
     """
     with _waiting(IMPORTS):
         from cenet.demo import run_demo
@@ -213,12 +218,12 @@ def demo(out: Path = Path("runs/demo"), epochs: int = 15, seeds: int = 3) -> Non
 
 
 def recipes() -> None:
-    """List the recipes of `cenet train`: Appendix E, short ones, and digits for a CPU."""
+    """List the recipes of `cenet train`: those of Appendix E, short ones, and digits for a CPU."""
     with _waiting(IMPORTS):
         from cenet.train.recipes import RECIPES, family_and_row
 
     table = Table(
-        title="NETWORK_ROW is a recipe; batch is per process; lr / images of an update",
+        title="A recipe is named NETWORK_ROW. batch: per process. lr: rate / images per update",
         box=SIMPLE_HEAD,
         collapse_padding=True,
         pad_edge=False,
@@ -244,7 +249,7 @@ def recipes() -> None:
         more = [row for row in own if row not in shared]
         if more:
             console.print(f"more rows of {network}: {', '.join(more)}")
-    console.print("finetune: any network of timm or torchvision: --model NAME --pretrained")
+    console.print("finetune trains any network of timm or torchvision: --model NAME --pretrained")
     console.print("cenet train digits_ce --help shows all fields; each can be changed.")
 
 
@@ -252,11 +257,11 @@ def report(
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
     out: Path = Path("report.html"),
 ) -> None:
-    """Write a page about runs, side by side: training, channels, ablation, what is inside CE.
+    """Write a page that compares runs: training, channels, ablation, and λ and W of CE.
 
     Args:
         runs: folders of `cenet train` or `cenet diagnose`, or diagnosis.json files; at most eight.
-        out: the page; drawings and numbers go into a folder beside it, as SVG and CSV.
+        out: page to write; its figures also go into a folder beside it, as SVG and CSV.
     """
     with _waiting("writing the page"):
         from cenet.analysis.diagnosis import FILE
@@ -282,14 +287,14 @@ def evaluate(
 ) -> None:
     """Print test loss, top-1 and top-5 accuracy of a run of `cenet train`.
 
-    The test images are used, also for a run that tested itself on held-out training images.
+    The test images are used even if the run was tested on held-out training images.
 
     Args:
-        run: its folder.
+        run: folder of the run.
         data: folder of the images, as for `cenet train`.
-        device: where to run.
+        device: device to run on; auto is cuda where there is one.
         recalibrate: number of training batches from which the running statistics of batch norm and
-            CE are estimated first.
+            CE are estimated again before the test; 0 keeps those of the run.
         save: file for the recalibrated weights, NAME.safetensors.
     """
     with _waiting(f"evaluating {run}"):
@@ -310,10 +315,10 @@ def evaluate(
     if not is_first_process():
         return
     if source != WEIGHTS:
-        print(f"the run is not finished; this is its checkpoint {source}")
+        print(f"the run is not finished; its checkpoint {source} is tested")
     if share > 0:
         print(
-            "these figures are of the test images; those that the run wrote itself are of training "
+            "these results are for the test images; the metrics of the run itself are for training "
             f"images held out by holdout={share:g}"
         )
     print(results_in_words(found))
@@ -322,7 +327,7 @@ def evaluate(
 
 
 def train() -> None:
-    """Train by a recipe: `cenet train RECIPE [--field value ...]`."""
+    """Train a classifier by a recipe: `cenet train RECIPE [--field value ...]`."""
     arguments = sys.argv[2:]
     with _waiting(IMPORTS):
         from cenet.train.recipes import find_recipe
@@ -338,7 +343,7 @@ def train() -> None:
 
 
 def detect() -> None:
-    """Detect and segment objects: `cenet detect train|eval|show`."""
+    """Train, test and show detectors of objects: `cenet detect train|eval|show`."""
     with _waiting(IMPORTS):
         from cenet.detection.command import main as run
 
@@ -357,7 +362,7 @@ def main() -> None:
 
 
 def _check_arguments(arguments: list[str]) -> None:
-    """Exit if an argument is empty: an empty path would be the present folder."""
+    """Exit if an argument is empty: an empty path would be the current folder."""
     for before, argument in pairwise(arguments):
         if not argument or (argument.startswith("--") and argument.endswith("=")):
             option = argument.removesuffix("=") or before

@@ -50,7 +50,8 @@ from cenet.internals import (
 enabled = True
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-# most channels of a group: size of the buffers in cpu.cpp, and of a `Row` there (channels_last)
+# largest number of channels in a group: size of the buffers and (channels_last) of a `Row` in
+# cpu.cpp
 LARGEST_GROUP, LARGEST_GROUP_OF_ROWS = 64, 16
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp")
 # compiler flags for the vector instructions that torch uses on this processor

@@ -36,9 +36,9 @@ LINEAR = frozenset(
         *("View", "UnsafeView", "Alias", "Reshape", "Expand", "Unsqueeze", "ConstantPadNd"),
     )
 )
-# and of those that return a part of the feature map
+# autograd's names of functions that return a part of the feature map
 PARTS = frozenset(f"{name}Backward0" for name in ("Slice", "Split", "SplitWithSizes", "Narrow"))
-# and of those that make the gate of another feature map, and fit it to the size of that
+# autograd's names of functions that make the gate of a feature map, and of those that resize it
 SIGMOIDS = frozenset({"SigmoidBackward0", "HardsigmoidBackward0"})
 RESIZED = frozenset(
     f"{name}Backward0"
@@ -93,8 +93,8 @@ class Dataflow:
 
         Returns:
             The operations of the longer branch of each residual block, up to the output of the
-            watched module if that adds the shortcut; and all operations in parallel branches that
-            are linear, which re-parameterization makes one convolution of.
+            watched module if that adds the shortcut; and all operations in parallel linear
+            branches, which re-parameterization merges into one convolution.
         """
         # autograd numbers operations in the order of the run: these are inside watched modules
         inside = [
@@ -158,9 +158,9 @@ def trace(
             except Exception as error:  # whatever the model raises on an input it does not take
                 failure = failure or error
     raise ValueError(
-        f"could not run {type(model).__name__} to see where its norms lead ({failure}); pass "
-        "example_input=a batch it accepts, or take the part of it that maps one image tensor "
-        "(model.backbone, say); insert_ce_ also takes a filter_fn"
+        f"could not run {type(model).__name__} to trace its norms ({failure}); pass "
+        "example_input=a batch it accepts, or pass the submodule that takes one image tensor, such "
+        "as model.backbone; insert_ce_ with a filter_fn does not run the model"
     ) from failure
 
 
@@ -198,7 +198,7 @@ def _run(
     x: Tensor,
     memo: dict[int, Any] | None = None,
 ) -> Dataflow:
-    # a twin runs, so that whatever a forward pass leaves behind is not left in the model
+    # a copy runs, so that side effects of a forward pass do not reach the model
     memo = {} if memo is None else memo
     twin = copy.deepcopy(model, memo)
     original = {memo[id(module)]: module for module in model.modules()}

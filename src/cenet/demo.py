@@ -1,7 +1,7 @@
 """`cenet demo`: train a small VGG without and with CE on digits, on a CPU, and write a page.
 
 Both networks are trained by the recipes `digits_plain` and `digits_ce` as they stand, which differ
-in nothing but CE; no setting was looked for. Table and page show what CE changes here and what it
+only in CE; no setting was tuned. Table and page show what CE changes here and what it
 does not, by measures that do not depend on the scale of a layer.
 """
 
@@ -94,7 +94,7 @@ def run_demo(out: Path, epochs: int = RECIPE.epochs, seeds: int = 3) -> Runs:
     console.print(_table(found))
     for line in lead[:-1]:
         console.print(line, highlight=False, markup=False)
-    console.print(f"The page to look at (seed 0): {page.resolve()}", soft_wrap=True, markup=False)
+    console.print(f"The page (seed 0): {page.resolve()}", soft_wrap=True, markup=False)
     return found
 
 
@@ -108,7 +108,7 @@ def _rescaled_folder(job: Job) -> Path:
 
 def _job(out: Path, row: str, seed: int, epochs: int) -> Job:
     recipe = RECIPES[ROWS[row]]
-    warmup = min(recipe.warmup_epochs, epochs / 4)  # shorter runs, not other ones
+    warmup = min(recipe.warmup_epochs, epochs / 4)  # a shorter run has a shorter warm-up
     recipe = replace(recipe, epochs=epochs, warmup_epochs=warmup, seed=seed, accuracy=None)
     return Job(recipe, Options(out / f"{row}-seed{seed}", resume="auto"), device="cpu")
 
@@ -125,7 +125,7 @@ def _is_done(job: Job) -> bool:
 
 
 def _train(jobs: Sequence[Job], epochs: int) -> None:
-    """Two at a time: each keeps one core busy."""
+    """Run the jobs, two at a time: each keeps one core busy."""
     columns = (
         TextColumn("{task.description:14}"),
         BarColumn(),
@@ -187,8 +187,8 @@ def headline(found: Runs) -> list[str]:
         _sentence(
             "No clear difference (the seeds overlap)" if seeds > 1 else "One seed", same, found
         ),
-        "CE decorrelates channels, so that they vary in more dimensions, by its construction. "
-        "Digits are too easy to say whether that helps: docs/results.md has larger networks.",
+        "By construction, CE decorrelates channels, so that they vary in more dimensions. "
+        "Digits are too easy to show whether that helps; docs/results.md has larger networks.",
     ]
     if epochs < RECIPE.epochs:
         lines.append(f"Only {epochs} of the recipe's {RECIPE.epochs} epochs were run.")
@@ -251,7 +251,7 @@ def _accuracy(run: Finished) -> float:
 
 
 def _first_epoch(run: Finished) -> float:
-    """The first epoch at the test accuracy that the recipe promises; one more than all if none."""
+    """The first epoch with the test accuracy of the recipe; one more than all epochs if none."""
     assert RECIPE.accuracy is not None
     reached = (row["epoch"] for row in run.metrics if row["test_top1"] >= RECIPE.accuracy)
     return float(next(reached, len(run.metrics) + 1))

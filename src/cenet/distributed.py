@@ -70,8 +70,9 @@ def start(device: str = "auto") -> Processes:
 def finish() -> None:
     """Leave the process group and end its threads.
 
-    A thread that lets go of a tensor while the interpreter ends aborts the process. The threads of
-    gloo end with the last reference to the group: nobody may hold a `DistributedDataParallel` now.
+    A thread that frees a tensor while the interpreter exits aborts the process. The threads of gloo
+    end with the last reference to the group, so the caller must not hold a
+    `DistributedDataParallel`.
     """
     if dist.is_initialized():
         dist.destroy_process_group()

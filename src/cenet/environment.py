@@ -13,7 +13,7 @@ import torch
 
 from cenet.version import VERSION
 
-SECONDS = 10  # that git may take
+SECONDS = 10  # time limit of git
 
 
 def environment(device: torch.device, world: int) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def commit() -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """What git prints; None if it fails, is missing or takes too long."""
+    """The output of git; None if it fails, is missing or takes too long."""
     # variables such as GIT_DIR would lead to another repository
     variables = {name: value for name, value in os.environ.items() if name[:4] != "GIT_"}
     try:

@@ -25,15 +25,15 @@ from cenet.sharing import load, save
 Format = Literal["onnx", "safetensors", "folded"]
 FORMATS: dict[str, Format] = {".onnx": "onnx", ".pt2": "folded"}  # by ending of the file
 WEIGHTS_FILES = (".safetensors", ".pth", ".pt")
-# files that a folder of `cenet.save` may already have when it is written
+# files that may already be in a folder to which `cenet.save` writes
 OF_A_REPOSITORY = ("README.md", "LICENSE", ".git", ".gitattributes", ".gitignore")
 METADATA = "cenet"  # entry of exported files about images and classes
 SAMPLES = 8  # images on which an exported network is checked
-TOLERANCE = 1e-3  # of its logits, relative to the largest one
+TOLERANCE = 1e-3  # largest difference of its logits, relative to the largest logit
 
 
 def load_weights_(model: nn.Module, checkpoint: str | Path) -> None:
-    """Load a checkpoint file of this very network, in place.
+    """Load a checkpoint file of exactly this network, in place.
 
     Raises:
         ValueError: the file cannot be read, or keys or shapes do not fit; the message lists them.
@@ -49,7 +49,7 @@ def load_weights_(model: nn.Module, checkpoint: str | Path) -> None:
 
 
 def load_network(name: str, checkpoint: Path) -> nn.Module:
-    """A CE network with its trained weights, which knows its images (`pretrained_cfg`).
+    """A CE network with its trained weights; its `pretrained_cfg` describes its images.
 
     Args:
         name: name of the network in timm's registry.
@@ -82,10 +82,10 @@ def load_network(name: str, checkpoint: Path) -> nn.Module:
 
 
 def chosen_format(out: Path, format: Format | None) -> Format:
-    """The format to write: the one that was asked for, or that of the ending of the file.
+    """The format to write: `format` if it is given, otherwise that of the ending of the file.
 
     Raises:
-        ValueError: the ending says no format or another one, or a folder holds something else.
+        ValueError: the ending names no format or a different one, or the folder holds other files.
     """
     own = FORMATS.get(out.suffix)
     chosen = format or own
@@ -101,7 +101,7 @@ def chosen_format(out: Path, format: Format | None) -> Format:
     if chosen == "safetensors" and out.is_dir() and not (out / CONFIG).is_file():
         others = sorted(path.name for path in out.iterdir() if path.name not in OF_A_REPOSITORY)
         if others:
-            raise ValueError(f"the folder holds something else ({others[0]}); choose another --out")
+            raise ValueError(f"the folder holds other files ({others[0]}); choose another --out")
     return chosen
 
 
@@ -114,12 +114,12 @@ def write_network(
     size: int | None = None,
     data: Path | None = None,
 ) -> str:
-    """Write a trained network in one of three formats, and say for which images it is.
+    """Write a trained network in one of three formats, and return a line about its images.
 
     Args: as of `cenet export`.
 
     Raises:
-        ValueError: there is no such network, or what was written does not compute the same.
+        ValueError: there is no such network, or the exported network computes something different.
     """
     network: Any = _find_network(model, checkpoint)
     config = dict(network.pretrained_cfg)
@@ -135,7 +135,7 @@ def write_network(
         f"std {', '.join(std)} (values from 0 to 1)"
     )
     if checkpoint is not None and checkpoint.is_file() and "inputs" not in read_header(checkpoint):
-        images += f", the defaults of {model}: {checkpoint.name} does not say"
+        images += f", the defaults of {model}, because {checkpoint.name} records none"
     if format == "safetensors":
         save(network, out, image_size=size, **_results(Path(model)))
         return images
@@ -188,7 +188,7 @@ def _results(folder: Path) -> dict[str, Any]:
         if words == "loss"
         else percent(last[name], ".2f")
         for name, words in names.items()
-        if isinstance(last.get(name), float)  # a row of another version may have others
+        if isinstance(last.get(name), float)  # a row of another version may lack it
     }
     dataset = read_run(folder, Recipe)[0].dataset
     return {"data": "a folder of images" if dataset == "folder" else dataset, "metrics": found}
@@ -296,7 +296,7 @@ def export_folded(
     batch = {"x": {0: torch.export.Dim("batch")}}
     program = torch.export.export(_deployed(model), (_two(example),), dynamic_shapes=batch)
     metadata = image_metadata(model)
-    content = BytesIO()  # writing to a full disk, torch ends the process
+    content = BytesIO()  # in memory, because torch aborts the process if the disk is full
     extra = {} if metadata is None else {METADATA: metadata}
     torch.export.save(program, content, extra_files=extra)
     content.seek(0)
@@ -333,9 +333,9 @@ def sample_images(config: dict[str, Any], folder: Path | None, count: int = SAMP
 
 
 def image_transform(config: dict[str, Any]) -> Callable[[Any], Tensor]:
-    """From a PIL image in RGB to the normalized tensor that a network of this configuration takes.
+    """Function from a PIL image in RGB to the normalized input of a network of this configuration.
 
-    Other numbers of channels than three have red, green and blue in turn.
+    If the network takes more or fewer channels than three, they are red, green, blue, red, …
     """
     from timm.data.transforms_factory import create_transform
 
@@ -400,7 +400,7 @@ def _checked(
         return None
     with evaluating(model):
         expected = model(images)
-    # all at once and one alone: the batch size is free
+    # all images at once and one alone, because any batch size must work
     difference = max(
         float((exported(part) - expected[: len(part)]).abs().max() / expected.abs().max())
         for part in (images, images[:1])
@@ -424,5 +424,5 @@ def _deployed(model: nn.Module) -> nn.Module:
 
 
 def _two(example: Tensor) -> Tensor:
-    """A batch of two: programs traced with one sample hold for one sample."""
+    """A batch of two: programs traced with one sample accept only one sample."""
     return example[:1].repeat(2, 1, 1, 1)

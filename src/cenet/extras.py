@@ -6,7 +6,7 @@ CLI = ("tyro", "rich")
 MODELS = ("timm", "torchvision", "safetensors")
 TRAIN = (*CLI, *MODELS, "numpy", "pillow")
 REPORT = (*TRAIN, "jinja2")
-# packages without which the code behind an extra cannot run, by their names on PyPI
+# packages that the code of an extra cannot run without, by their names on PyPI
 PACKAGES = {
     "cli": CLI,
     "models": MODELS,
@@ -19,7 +19,7 @@ PACKAGES = {
     "gradcam": ("grad-cam",),
     "lightning": ("lightning",),
 }
-# where the name to import is another
+# packages that are imported under another name
 MODULES = {"pillow": "PIL", "scikit-learn": "sklearn", "grad-cam": "pytorch_grad_cam"}
 
 

@@ -1,6 +1,7 @@
-"""Files that others can reach, too: replaced whole, never through a link, and never waited for.
+"""Read and write files in folders that other users and processes may reach.
 
-Tensors in them have a digest, by which a damaged file is known.
+Files are replaced as a whole, never through a link, and reading them cannot block on a pipe.
+Tensors in them have a digest, which reveals damage.
 """
 
 import errno
@@ -23,7 +24,7 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r")  # first characters of formulas in a 
 ADVICE = {
     errno.ENOTDIR: "a part of this path is a file; choose another path",
     errno.EEXIST: "this is a file or a broken link; choose another path",
-    errno.ENOENT: "there is no such place; choose another path",
+    errno.ENOENT: "choose another path",
     errno.EACCES: "change its permissions, or choose another path",
     errno.EPERM: "change its permissions, or choose another path",
     errno.EROFS: "nothing can be written here; choose another path",
@@ -48,7 +49,7 @@ def replace_files(contents: Mapping[Path, bytes]) -> None:
             written = room / path.relative_to(_common_folder(*contents))
             try:
                 written.write_bytes(content)
-            except OSError as error:  # that of writing does not name the file
+            except OSError as error:  # an error while writing does not name the file
                 raise OSError(error.errno, error.strerror, str(written)) from error
 
 
@@ -57,9 +58,9 @@ def replacing(*paths: Path) -> Iterator[Path]:
     """A folder to write new versions of some files to, under their own names.
 
     At the end of the context all of them are synced to the disk, and only then does each replace
-    its old version. The folder is hidden, beside the files, and of a name that nobody could know
-    before; only this user can open it. Folders that are missing are made, and removed again if
-    the files cannot be written.
+    its old version. The folder is hidden and beside the files, its name cannot be guessed, and
+    only this user can open it. Missing folders are created, and removed again if the files cannot
+    be written.
 
     A process that is killed while the files are replaced leaves the first of them new and the
     others old.
@@ -116,7 +117,7 @@ def _common_folder(*paths: Path) -> Path:
 
 
 def check_regular(path: Path) -> None:
-    """Raise OSError for a folder, a device or a pipe, which could be waited for without end."""
+    """Raise OSError for a folder, a device or a pipe, on which reading may block forever."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a regular file", str(path))
 
@@ -129,7 +130,7 @@ def check_is_folder(out: Path) -> None:
 
 
 def open_to_append(path: Path) -> IO[str]:
-    """Open a text file to append to it; OSError if it is a link, which may lead anywhere."""
+    """Open a text file to append to it; OSError if it is a link, which may point anywhere."""
 
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
@@ -140,7 +141,7 @@ def open_to_append(path: Path) -> IO[str]:
 
 
 def append(path: Path, text: str) -> None:
-    """Add text at the end of a file, which `open_to_append` opens.
+    """Append text to a file, which is opened by `open_to_append`.
 
     Raises:
         OSError: with the path as its file name; the file has all of the text or none of it.
@@ -157,7 +158,7 @@ def append(path: Path, text: str) -> None:
 
 
 def in_words(error: Exception) -> str:
-    """The message of an error; of the system's, the path, the reason, and what can be done."""
+    """The message of an error; for errors of the system: path, reason and advice."""
     if not isinstance(error, OSError) or error.strerror is None:
         return str(error)
     place = "" if error.filename is None else f"{error.filename}: "
@@ -166,7 +167,7 @@ def in_words(error: Exception) -> str:
 
 
 def make_folder(path: Path) -> Path:
-    """Make a folder whose name the user has not chosen; OSError if it is a link, as above."""
+    """Make a folder whose name the user has not chosen; OSError if it is a link."""
     _check_no_link(path)
     path.mkdir(parents=True, exist_ok=True)
     return path
@@ -194,7 +195,7 @@ def digest(tensors: Mapping[str, Tensor], facts: str) -> str:
 
 
 def harmless(cell: Any) -> Any:
-    """A cell of a CSV file; text that a spreadsheet would run as a formula gets a quote before."""
+    """A cell of a CSV file; text that a spreadsheet would run as a formula gets a leading quote."""
     if not isinstance(cell, str) or not cell.startswith(FORMULA):
         return cell
     try:

@@ -1,5 +1,5 @@
-"""Deploy form: batch norm and what CE fixes in evaluation become weights of the convolution before
-them.
+"""Deploy form: batch norm, and the part of CE that is fixed in evaluation, become weights of the
+convolution before them.
 
 Batch decorrelation alone disappears. Full CE cannot: the instance branch needs the normalized map
 itself, so what remains is one fixed matrix per group and the gate, `FoldedCE2d`.
@@ -69,24 +69,25 @@ def fold_ce(
 ) -> nn.Module:
     """Copy `model` into its deploy form: same outputs in evaluation, no batch norm before a CE.
 
-    Batch norms go into the convolutions before them, those without CE too where their input allows
-    it. Batch decorrelation alone goes there as well; of full CE a `FoldedCE2d` remains.
+    Batch norms are merged into the convolutions before them, also those without CE where their
+    input allows it. Batch decorrelation alone is merged too; full CE leaves a `FoldedCE2d`.
 
     Args:
         model: a network with CE, in evaluation mode. It is not changed.
         example_input: a batch the model accepts; needed only if it does not take (N, C, H, W)
             images of a usual size.
-        strict: refuse a network with a CE that cannot be folded. If False, such layers stay as they
-            are, with a warning.
+        strict: refuse a network with a CE layer that cannot be folded. If False, such layers stay
+            as they are, with a warning.
 
     Returns:
         The folded copy. Its attribute `not_folded` says which CE layers stayed as they were, and
         why: a dictionary from their names to reasons, empty if `strict`.
 
     Raises:
-        ValueError: the model is in training mode or has no CE, or a CE (without `strict`, every CE)
-            cannot be folded: another norm than batch norm, no convolution right before the norm
-            (pre-activation order), a convolution whose output or weights are used elsewhere too.
+        ValueError: the model is in training mode or has no CE, or a CE layer (without `strict`:
+            every CE layer) cannot be folded. Reasons are a norm that is no batch norm, no
+            convolution right before the norm (pre-activation order), and a convolution whose output
+            or weights are used elsewhere too.
     """
     not_folded = _check_model(model)
     if strict:
@@ -132,20 +133,20 @@ def fold_ce(
 
 @torch.no_grad()
 def fold_conv_norm_ce(conv: nn.Conv2d, norm_ce: NormCE2d) -> tuple[nn.Conv2d, nn.Module]:
-    """Fold one convolution and the `NormCE2d` behind it, for networks that `fold_ce` cannot take.
+    """Fold one convolution and the `NormCE2d` after it, for networks that `fold_ce` cannot take.
 
-    Nothing but `norm_ce` may read the output of `conv`, which cannot be seen from these two.
+    Only `norm_ce` may read the output of `conv`; that cannot be checked from these two modules.
 
     Args:
         conv: the convolution. It is not changed.
         norm_ce: a batch norm and CE, in evaluation mode. It is not changed.
 
     Returns:
-        A convolution, and the module to call behind it: with x, or like `norm_ce` with a residual
+        A convolution, and the module to call after it: with x, or like `norm_ce` with a residual
         and an activation.
 
     Raises:
-        TypeError: they are other modules.
+        TypeError: `conv` is no Conv2d, or `norm_ce` no `NormCE2d`.
         ValueError: they do not fit together, or cannot be folded; the message says why.
 
     >>> from cenet import ChannelEquilibrium2d
@@ -212,7 +213,7 @@ def _verify(model: nn.Module, folded: nn.Module, example_input: Tensor | None) -
                 if not error <= tolerance:  # NaN too
                     raise ValueError(
                         f"cannot fold {type(model).__name__}: its outputs would change by "
-                        f"{error:.1e}, so a convolution or norm is used in a way not seen here"
+                        f"{error:.1e}, so a convolution or norm is used in a way not traced here"
                     )
             return
 
@@ -239,7 +240,7 @@ def _check_model(model: nn.Module) -> dict[str, str]:
     if not layers:
         raise ValueError(f"{name} has no CE layer to fold")
     wrapped = {module.ce for module in model.modules() if isinstance(module, NormCE2d)}
-    reason = "it is not behind a norm in a NormCE2d; build it as NormCE2d(norm, ce)"
+    reason = "it does not follow a norm in a NormCE2d; build it as NormCE2d(norm, ce)"
     return {key: reason for key, layer in layers.items() if layer not in wrapped}
 
 
@@ -282,7 +283,7 @@ def _why_not_norm(module: nn.Module) -> str | None:
     if isinstance(module, NormCE2d) and not (
         is_batch_norm(norm) and not uses_batch_statistics(norm)
     ):
-        return f"its norm is {type(norm).__name__}; CE is folded behind batch norms"
+        return f"its norm is {type(norm).__name__}; CE is folded after batch norms only"
     parts = (module, norm, *([module.ce] if isinstance(module, NormCE2d) else []))
     if any(is_hooked(part) for part in parts):
         return "it has hooks, which would be lost"
@@ -293,7 +294,7 @@ def _why_not_conv(conv: nn.Conv2d) -> str | None:
     """Why a convolution cannot take up a norm; None if it can."""
     if type(conv) is not nn.Conv2d and type(conv).__name__ != "Conv2dSame":
         return (
-            f"{type(conv).__name__} may not use its weight as it is, only Conv2d is known to; "
+            f"{type(conv).__name__} may change its weight before using it, unlike Conv2d; "
             "remove a parametrization first"
         )
     if is_hooked(conv):

@@ -48,7 +48,7 @@ class Moments(NamedTuple):
     var: Tensor  # (N, C)
     cov: Tensor | None  # (G, K, K)
     pixels: int  # L
-    window_mean: Tensor | None = None  # (N, C), of the values behind cov: x, or its pooled windows
+    window_mean: Tensor | None = None  # (N, C), of x or its pooled windows, as in cov
 
 
 class Centered(NamedTuple):
@@ -485,7 +485,7 @@ def instance_gain(var: Tensor, scale: Tensor, inv_std: Tensor, gate: Gate) -> Te
     """Instance reweighting a_n = gate(σ̃²_n / s) · s^{-1/2} (Eq. inputAII, Eq. reparam1).
 
     The gate's input is σ̃²/s. Its LayerNorm removes the factor 1/s, so this is the function of the
-    paper, except that the LayerNorm's ε no longer switches the gate off when the norm's scale is
+    paper, except that the LayerNorm's ε does not switch the gate off when the norm's scale is
     small.
 
     Shape: var (N, C), scale (C,), inv_std () -> (N, C).

@@ -1,6 +1,6 @@
 """Private names of torch, Triton, timm and multiprocessing, which a later release may move.
 
-Beside them stands what torch has no name for at all, such as the memory layout of a feature map.
+Also here: functions that torch lacks, such as the memory layout of a feature map.
 
 No other file uses the private names. Each is looked up once, when it is imported. Where a release
 lacks one, a fallback takes its place, or a function that raises an error with advice.
@@ -54,7 +54,7 @@ increment_version: Any = _of("torch.autograd.graph", "increment_version") or _mi
 )
 # the fake mode of tensors that are traced; without it, activations are never left to the compiler
 detect_fake_mode: Any = _of("torch._guards", "detect_fake_mode") or (lambda _tensors: None)
-# a dense tensor in another shape that is no view to autograd; at worst it is one
+# gives a dense tensor another shape without a view for autograd; the fallback may make a view
 unsafe_view: Any = getattr(torch.ops.aten, "_unsafe_view", torch.reshape)
 # torch.compiler.is_exporting() is true under torch.compile too in some releases
 is_exporting: Any = (
@@ -62,7 +62,7 @@ is_exporting: Any = (
     if hasattr(torch.compiler, "_is_exporting_flag")
     else torch.compiler.is_exporting
 )
-# a number for the backward pass that this thread runs, -1 outside of one
+# number of the backward pass that this thread runs, -1 outside of one
 graph_task: Any = _of("torch._C", "_current_graph_task_id")
 if graph_task is None:
     graph_task = lambda: -1  # noqa: E731
@@ -73,7 +73,7 @@ if graph_task is None:
         stacklevel=2,
     )
 
-# how many modes see every operator that is called; transforms of functorch; a profiler
+# number of dispatch modes, which see every operator; transforms of functorch; a profiler
 _dispatch_modes: Any = _of("torch._C", "_len_torch_dispatch_stack")
 _transforms: Any = _of("torch._C._functorch", "peek_interpreter_stack")
 _is_profiling: Any = _of("torch._C._autograd", "_profiler_enabled")
@@ -84,7 +84,7 @@ _CAN_TELL = None not in (_dispatch_modes, _transforms, _is_profiling)
 
 # whether torch.jit.trace records this run
 is_tracing: Any = _of("torch.jit", "is_tracing") or (lambda: False)
-# whether a tensor stands for many: inside torch.vmap, and among gradients for many outputs at once
+# whether a tensor is batched: inside torch.vmap, or among gradients for many outputs at once
 _in_vmap: Any = _of("torch._C._functorch", "is_batchedtensor") or (lambda _tensor: False)
 _in_gradients: Any = _of("torch._C._functorch", "is_legacy_batchedtensor") or (
     lambda _tensor: False
@@ -92,14 +92,14 @@ _in_gradients: Any = _of("torch._C._functorch", "is_legacy_batchedtensor") or (
 
 
 def is_batched(x: Tensor) -> bool:
-    """Whether a tensor stands for many; torch.compile cannot trace it."""
+    """Whether a tensor is batched, as in torch.vmap; torch.compile cannot trace this function."""
     return bool(_in_vmap(x) or _in_gradients(x))
 
 
 def intercepts_operators() -> bool:
-    """Whether operators are traced, counted or transformed, not just run; at worst it is true.
+    """Whether operators are traced, counted or transformed, not just run; true if unknown.
 
-    A mode with a true attribute `allows_passes` only wants to see them.
+    Modes whose attribute `allows_passes` is true only observe them and do not count here.
     """
     return (
         torch.compiler.is_compiling()
@@ -111,7 +111,7 @@ def intercepts_operators() -> bool:
 
 
 def hears_operators() -> bool:
-    """Whether somebody may want to know which operators are called; at worst it is true."""
+    """Whether something may observe the operators that are called; true if unknown."""
     return intercepts_operators() or bool(_dispatch_modes()) or _is_profiling()
 
 
@@ -149,7 +149,7 @@ def memory_format_of(x: Tensor) -> torch.memory_format:
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a program may use on a GPU."""
     properties: Any = torch.cuda.get_device_properties(device)
-    without = properties.shared_memory_per_block  # as much as every program may use unasked
+    without = properties.shared_memory_per_block  # the limit without opting in to more
     return int(getattr(properties, "shared_memory_per_block_optin", without))
 
 
@@ -191,7 +191,7 @@ wait_tensor = _collective("wait_tensor")
 
 
 def shut_down_workers(loader: Any) -> None:
-    """Tell the worker processes of an iterator of `DataLoader` to end, if it has a way to."""
+    """Tell the worker processes of an iterator of `DataLoader` to end, if it can."""
     with suppress(RuntimeError):  # a worker may die meanwhile
         getattr(loader, "_shutdown_workers", lambda: None)()
 

@@ -1,7 +1,7 @@
-"""Messages between the ranks of a synchronized layer: what is in them, and the two collectives.
+"""Messages between the ranks of a synchronized layer: their content, and the two collectives.
 
 Plain PyTorch (`nn.statistics`) and the kernels (`kernels.merging`) write and read the same
-messages. So every rank may choose either, whatever the others do.
+messages. So each rank can use either, whatever the other ranks use.
 """
 
 from math import prod

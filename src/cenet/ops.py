@@ -86,7 +86,7 @@ def backend(name: Backend) -> Iterator[None]:
     Args:
         name: "auto" takes the kernels where they run and plain PyTorch elsewhere, "triton" raises
             where they do not run, "torch" never takes them. The environment variable CENET_BACKEND
-            sets the choice outside.
+            sets the backend outside of such contexts.
 
     >>> with backend("torch"):
     ...     pass
@@ -124,7 +124,7 @@ def use_kernels(
     """Whether to run x and these parameters on the kernels.
 
     Backend "triton" raises RuntimeError where they cannot. `unless` is the caller's own reason why
-    they cannot, if it has one. Where a layer is synchronized, they can without an image, too.
+    they cannot, if it has one. In a synchronized layer they can run without an image, too.
     """
     if _backend == "torch" or (_backend == "auto" and not x.is_cuda):
         return False
@@ -173,8 +173,8 @@ norm_ce_backward = torch.ops.cenet.norm_ce_backward.default
 sync_norm_ce = torch.ops.cenet.sync_norm_ce.default
 sync_norm_ce_backward = torch.ops.cenet.sync_norm_ce_backward.default
 folded_ce = torch.ops.cenet.folded_ce.default
-# operators with an activation inside, and the records of their calls; arguments that say which
-# ranks are merged come behind
+# operators with an activation inside, and the records of their calls; arguments about the ranks
+# follow
 CALLS: dict[Any, Any] = {norm_ce: NormCECall, sync_norm_ce: NormCECall, folded_ce: FoldedCECall}
 _FIELDS = len(NormCECall._fields)
 _TENSORS = NormCECall._fields.index("momenta")  # the fields before it are tensors, or None
@@ -185,8 +185,9 @@ _ACT, _SLOPE = CONSTANTS.index("act"), CONSTANTS.index("slope")
 def run_norm_ce(call: NormCECall, ranks: tuple[Any, ...] = ()) -> Tensor:
     """y of a call, with the statistics of several ranks if their number and group are given.
 
-    An operator takes the host longer than the kernels take, and is called twice each way, with
-    autograd and below it. So it is passed by unless somebody listens.
+    Calling an operator takes the host longer than the kernels take, and it is called twice in each
+    direction, with autograd and below it. So kernels are called directly unless something observes
+    operators.
     """
     if not _is_plain(call[:_TENSORS]):
         y, *_ = sync_norm_ce(*call, *ranks) if ranks else norm_ce(*call)
@@ -198,14 +199,14 @@ def run_norm_ce(call: NormCECall, ranks: tuple[Any, ...] = ()) -> Tensor:
 
 
 def run_folded_ce(call: FoldedCECall) -> Tensor:
-    """y of a call of the folded layer, by the operator if somebody listens."""
+    """y of a call of the folded layer, by the operator if something observes operators."""
     if _is_plain(call[:_FOLDED_TENSORS]) and not _wants_gradients(call[:_FOLDED_TENSORS]):
         return _folded_ce(*call)
     return cast(Tensor, folded_ce(*call))
 
 
 def _is_plain(tensors: Iterable[Any]) -> bool:
-    """Whether nobody listens to operators, and no tensor is of a class with its own operators."""
+    """Whether nothing observes operators, and no tensor is of a class with its own operators."""
     if hears_operators():
         return False
     for tensor in tensors:
@@ -224,7 +225,7 @@ def _norm_ce(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _moving(args: Sequence[Any]) -> NormCECall:
-    """The call, without gaps. Autograd hears that its averages will change."""
+    """The call, without gaps. Autograd is told that its averages will change."""
     call = NormCECall.without_gaps(args)
     moved = [average for average in call.averages() if average is not None]
     if moved:
@@ -463,7 +464,7 @@ def _register_flop_formulas() -> None:
 
     register_flop_formula(torch.ops.cenet.norm_ce)(_forward_flops)
     register_flop_formula(torch.ops.cenet.norm_ce_backward)(_backward_flops)
-    # the arguments behind the call, which say what ranks are merged, have no part in it
+    # the arguments after the call, which are about ranks, have no part in it
     register_flop_formula(torch.ops.cenet.sync_norm_ce)(
         lambda *args, **shapes: _forward_flops(*args[:_FIELDS], **shapes)
     )

@@ -50,7 +50,7 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            with suppress(OSError):  # somebody else puts something there, or takes it away
+            with suppress(OSError):  # another process may add or remove files meanwhile
                 if [*folder.iterdir()] == [path]:  # nothing was begun
                     path.unlink()
                     for place in new:
@@ -60,8 +60,8 @@ def locked(folder: Path) -> Iterator[None]:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl, one for each epoch; ValueError if the file is damaged.
 
-    Of several rows of one epoch the last is taken: it was written last. A last line that was cut
-    off while somebody wrote it is left out.
+    If an epoch has several rows, the last one counts. A last line whose writing was cut off is left
+    out.
     """
     try:
         check_regular(path)

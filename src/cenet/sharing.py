@@ -40,7 +40,7 @@ ABOUT_OTHER_WEIGHTS = (
     *("url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "tag", "license"),
     *("description", "origin_url", "paper_name", "paper_ids", "notes", "custom_load"),
 )
-# attributes of modules that change without another network being made
+# attributes of modules that may differ between equal networks
 CHANGEABLE = (
     *("training", "grad_checkpointing", "num_classes", "num_features", "had_zero_weight"),
     "process_group",  # of a norm that works over processes
@@ -103,16 +103,16 @@ def save(
 
     Args:
         model: the network.
-        folder: is made if it is not there.
-        network: what the network was before CE came in. Networks of timm and `cenet.models` know
-            it, and those of torchvision are recognized; of others it is their class by default.
-            Otherwise a timm name, torchvision/NAME, or the function that built it.
+        folder: the folder; it is created if it does not exist.
+        network: how to build the network before CE is inserted: a timm name, torchvision/NAME, or
+            the class or function. Networks of timm, `cenet.models` and torchvision are recognized;
+            for others the default is their class.
         network_args: keyword arguments that it was built with, in types of JSON.
         classes: names of the classes in the order of the logits.
         image_size: height and width of the images that it was trained for.
         mean: mean of each channel, for values from 0 to 1.
         std: standard deviation of each channel. Size and normalization are by default those that
-            timm or torchvision have for the network; of your own class they must be given.
+            timm or torchvision have for the network; for your own class they must be given.
         data: the data that it was trained on, in words, for the model card.
         metrics: results by name, as numbers or in words, for the model card.
 
@@ -176,7 +176,7 @@ def save(
         timm_config_writer()(known, str(room / CONFIG), model_config=labels, model_args=args)
         card = _card(folder.resolve().name, config, origin, settings, data, metrics)
         (room / CARD).write_text(f"{card}{_signature(card.encode())}\n")
-        # the writer of the weights lets nobody else read them
+        # safetensors writes files that only their owner can read
         (room / WEIGHTS).chmod((room / CONFIG).stat().st_mode)
     if keeps_card:
         warnings.warn(
@@ -193,10 +193,10 @@ def load(folder: str | Path, network: Build | None = None) -> nn.Module:
         folder: a folder of `cenet.save`, of timm's `save_for_hf(..., safe_serialization=True)`, or
             a run of `cenet train`.
         network: the class or function that the network was built with, if it is your own. It is
-            not imported by its name in the folder, which may come from anybody.
+            not imported by the name in the folder, which may come from anybody.
 
     Raises:
-        ValueError: the folder is not such a folder, or damaged, or `network` is missing.
+        ValueError: it is not such a folder, it is damaged, or `network` is missing.
     """
     require("models")
     from cenet.models.lookup import check_image_config
@@ -279,7 +279,7 @@ def _build(folder: Path, config: dict[str, Any], network: Build | None) -> nn.Mo
 def _origins(
     model: Any, network: str | Build | None, network_args: Mapping[str, Any] | None
 ) -> Iterator[Origin]:
-    """What the network may have been built from, the likeliest first."""
+    """Possible origins of the network, the most likely first."""
     given = None if network_args is None else dict(network_args)
     if isinstance(network, str):
         yield _current(model, Origin(network, given or {}))
@@ -321,10 +321,10 @@ def _current(model: Any, origin: Origin) -> Origin:
 def _rebuilt(
     model: nn.Module, origins: Iterator[Origin], settings: list[dict[str, Any]]
 ) -> tuple[Origin, list[dict[str, Any]]]:
-    """The origin that gives this very network, and the CE that it has by itself.
+    """The origin that rebuilds exactly this network, and the settings of the CE it has already.
 
     Raises:
-        ValueError: none does.
+        ValueError: no origin does.
     """
     wanted, problem, fewest = _structure(model), "", 0
     for origin in origins:
@@ -345,7 +345,7 @@ def _rebuilt(
             continue
         fewest = len(differ)
         problem = (
-            f"{origin.name} with the arguments {origin.args} is another network in {fewest} "
+            f"{origin.name} with the arguments {origin.args} differs from it in {fewest} "
             f"places, such as {differ[0]}"
         )
     raise ValueError(
@@ -369,7 +369,7 @@ def _structure(model: nn.Module) -> dict[str, Any]:
 
 
 def _class_name(module: nn.Module) -> str:
-    """The class; a norm that was converted to work over processes is what it was before."""
+    """The class; a norm that was converted to work over processes has the class it had before."""
     return re.sub(r"^(?:Sync)?(BatchNorm(?:Act)?)(?:\dd)?$", r"\1", type(module).__name__)
 
 
@@ -396,7 +396,7 @@ def _image_config(
     mean: Sequence[float] | None,
     std: Sequence[float] | None,
 ) -> dict[str, Any]:
-    """How images become input, and what the outputs are, as timm writes it."""
+    """Preprocessing of images, and names of the outputs, in timm's format."""
     from cenet.models.inserted import complete_
     from cenet.models.lookup import check_image_config, image_config
 
@@ -405,7 +405,8 @@ def _image_config(
         config = image_config(origin.name)
     if not config and None in (image_size, mean, std):
         raise ValueError(
-            f"how {origin.name} takes images is not known; give image_size=, mean= and std="
+            f"size and normalization of images for {origin.name} are not known; give image_size=, "
+            "mean= and std="
         )
     config = {key: value for key, value in config.items() if key not in ABOUT_OTHER_WEIGHTS}
     if config.get("num_classes") != model.num_classes:
@@ -474,7 +475,7 @@ def _card(
     """The model card. It names no licence: that is for whoever publishes the weights to choose."""
     sites = sum(len(entry["sites"]) for entry in settings)
     starts = sorted({entry["start"] for entry in settings})
-    with_ce = f" with channel equilibrium (CE) behind {sites} norms, start {' and '.join(starts)}"
+    with_ce = f" with channel equilibrium (CE) after {sites} norms, start {' and '.join(starts)}"
     labels = config.get("label_names")
     rows = {
         "network": f"{origin.name}{with_ce if sites else ''}",

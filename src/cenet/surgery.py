@@ -3,8 +3,8 @@
 Placement follows the paper where the network has residual blocks: the last norm of each block.
 Where these hold few of its norms, or there are none, every norm outside of them that feeds an
 activation is taken. Parallel branches that become one convolution in deployment are left alone. A
-predicate `filter_fn(module, name)` over the norms overrides all of it. `ce_settings` says as JSON
-where CE is and how it is set, and `restore_ce_` puts it there again.
+predicate `filter_fn(module, name)` over the norms overrides all of it. `ce_settings` returns
+sites and settings of CE as JSON, and `restore_ce_` restores them.
 """
 
 import warnings
@@ -86,12 +86,12 @@ class Placement(NamedTuple):
             without = [f"{h}×{w}" for (h, w), there in self.stages.items() if not there]
             sizes = f"{len(self.stages) - len(without)} of {len(self.stages)} sizes of feature maps"
             lines.append(
-                f"{self.reached} of {self.on_maps} norms of feature maps have CE then or are in a "
-                f"block that has it; there is CE at {sizes}"
+                f"{self.reached} of {self.on_maps} norms of feature maps then have CE or are in a "
+                f"block with CE; there is CE at {sizes}"
                 + (f" (none at {', '.join(without)})." if without else ".")
             )
         if self.left_out:
-            lines.append(f"Norms that CE is not put behind: {_listed(self.left_out)}.")
+            lines.append(f"Norms that CE does not follow: {_listed(self.left_out)}.")
         return lines
 
     def _rule(self) -> str:
@@ -99,15 +99,15 @@ class Placement(NamedTuple):
             return "CE has no default place here."
         if not self.blocks:
             return (
-                "There are no residual blocks: CE goes behind every norm that feeds an activation."
+                "There are no residual blocks: CE goes after every norm that feeds an activation."
             )
         blocks = f"{self.blocks} residual block{'s' * (self.blocks > 1)}"
         if not self.is_mixed:
             each = "each of the" if self.blocks > 1 else "the"
-            return f"CE goes behind the last norm of {each} {blocks}."
+            return f"CE goes after the last norm of {each} {blocks}."
         return (
-            f"Only {self.in_blocks} of {self.on_maps} norms are in the {blocks}: CE goes behind "
-            "the last norm of each block, and elsewhere behind every norm that feeds an activation."
+            f"Only {self.in_blocks} of {self.on_maps} norms are in the {blocks}: CE goes after "
+            "the last norm of each block, and elsewhere after every norm that feeds an activation."
         )
 
 
@@ -164,13 +164,13 @@ def insert_ce_(
     example_input: Tensor | None = None,
     **layer_kwargs: Any,
 ) -> list[str]:
-    """Put a CE layer behind norms of `model`, in place, and return their names.
+    """Put a CE layer after norms of `model`, in place, and return their names.
 
     The weights stay, and a checkpoint of the original network still loads: only `.ce.` keys are
     missing. Build the optimizer afterwards, so that it sees the new parameters. A norm whose weight
-    is all zero (zero-initialised residual branches) leaves CE nothing to work
-    on: its weight is set to one, with a warning, unless `start="identity"`. A network of timm is
-    told, so that timm saves it with CE: `pretrained_cfg["architecture"]` becomes "with_ce".
+    is all zero (zero-initialised residual branches) leaves CE nothing to work on: its weight is set
+    to one, with a warning, unless `start="identity"`. In a network of timm,
+    `pretrained_cfg["architecture"]` becomes "with_ce", so that timm saves it with CE.
 
     Args:
         model: a network whose norms are modules over (N, C, H, W).
@@ -235,14 +235,14 @@ def remove_ce_(model: nn.Module) -> list[str]:
 
 
 def ce_settings(model: nn.Module) -> list[Settings]:
-    """Say where CE follows norms of `model` and how it is set, in types of JSON.
+    """Return the sites of CE in `model` and its settings, in types of JSON.
 
     Sites with the same settings share an entry: their names (`sites`), the kind of `layer` ("ce",
     "bd" or "ir"), its arguments (`args`), the `start`, and whether `insert_ce_` replaced a zero
     weight of the norm (`had_zero_weight`).
 
     Raises:
-        ValueError: a layer is of a class of somebody else.
+        ValueError: a layer is of a class that cenet does not have.
     """
     by_site = _settings_by_site(model)
     distinct = [
@@ -255,9 +255,9 @@ def ce_settings(model: nn.Module) -> list[Settings]:
 
 
 def restore_ce_(model: nn.Module, settings: Sequence[Settings]) -> None:
-    """Make CE in `model` what `ce_settings` returned: put layers in and take others out, in place.
+    """Give `model` CE as `ce_settings` returned it: insert these layers, remove others, in place.
 
-    Weights are those of new layers; a state dict brings the old ones.
+    Weights are those of new layers; load a state dict for the old ones.
 
     Raises:
         ValueError: the settings are damaged, or of another network.
@@ -380,7 +380,7 @@ class _Norms:
         return {norm: notes[norm] for norm in self.bare if notes[norm]}
 
     def _why_not(self, call: Call) -> str | None:
-        """Why CE is not put behind a norm, or None."""
+        """Why CE is not put after a norm, or None."""
         if len(call.shape) != 4:
             return INPUTS.get(len(call.shape), f"tensors of {len(call.shape)} dimensions")
         if call.shape[2] * call.shape[3] == 1:
@@ -414,7 +414,7 @@ def _nothing_matched(model: nn.Module, norms: dict[str, nn.Module], found: Place
         return f"the model is itself a norm; use NormCE2d({name}(...), ChannelEquilibrium2d(...))"
     present = any(isinstance(module, EquilibriumLayer) for module in model.modules())
     if not norms and present:
-        return f"CE is already there, behind every norm of {name} that it could follow"
+        return f"CE is already there, after every norm of {name} that it could follow"
     left_out = _left_out(model) if found is None else found.left_out
     reasons = f"; left out: {_listed(left_out)}" if left_out else ""
     if not norms:
@@ -506,7 +506,7 @@ def _take_out_(model: nn.Module, sites: dict[str, NormCE2d]) -> None:
 
 
 def _describe_(model: Any) -> None:
-    """Tell a network of timm that CE was put in or taken out.
+    """Update what a network of timm says about itself after CE was inserted or removed.
 
     Its `pretrained_cfg` and `_model_args` are what timm's `save_for_hf` and `push_to_hf_hub` write,
     and they would name the network without CE.

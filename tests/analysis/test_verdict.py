@@ -54,7 +54,7 @@ def test_three_networks_get_three_verdicts(runs):
     plain = verdict_of(runs / "digits_plain")
     assert plain.verdict.kind == "try CE"
     assert plain.verdict.command == "cenet train digits_ce --epochs 2 --seed 0"
-    assert "of the 6 layers where it could go. Try it there." in plain.verdict.headline
+    assert "of the 6 layers where it could be inserted. Try it there." in plain.verdict.headline
     equilibrated = verdict_of(runs / "digits_ce")
     assert equilibrated.verdict.kind == "nothing to do"
     assert "CE is in 6 of 6 layers already" in equilibrated.verdict.headline

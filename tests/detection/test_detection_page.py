@@ -67,7 +67,7 @@ def test_the_page_says_what_was_trained_and_measured(tmp_path):
         assert said in seen.text
     assert "Predictions" not in seen.text
     assert "train_" not in text
-    assert "All parts together fell from 15.0 to 5.00" in seen.text
+    assert "The sum of all parts fell from 15.0 to 5.00" in seen.text
     assert "largest part at the end is masks, 1.67" in seen.text
     assert "AP of boxes is 0.750 after epoch 3, the highest so far" in seen.text
     files = page.with_name("detection_files")
@@ -103,7 +103,7 @@ def test_a_run_of_one_epoch_is_points(tmp_path):
         marks = [group[1].get("transform") for group in curves(panel)]
         assert len(marks) == 3
         assert all(mark.startswith("translate(236 ") for mark in marks)  # in the middle
-    assert "All parts together came to 15.0" in page
+    assert "The sum of all parts is 15.0" in page
 
 
 def test_epochs_that_were_not_tested(tmp_path):
@@ -315,7 +315,7 @@ def test_weights_that_were_not_measured_are_noted(tmp_path, updates, note):
     tensors = checkpoint.with_prefix("model", checkpoint.module_state(network(TINY)))
     checkpoint.write(checkpoint.checkpoint_path(run, updates), tensors, {})
     page = show_run(run, device="cpu", images=1).read_text()
-    assert ("The predictions are of" in page) is (note is not None)
+    assert ("The predictions are those of" in page) is (note is not None)
     if note is not None:
         assert f"step-{updates:09d}.safetensors, {note}" in page
 

@@ -282,7 +282,7 @@ def test_other_objects_are_another_run(tmp_path):
     moved = copy.deepcopy(data.train.coco)
     moved["annotations"][0]["bbox"][0] += 1
     other = scenes("train", moved, pixels=data.train.pixels)
-    with pytest.raises(ValueError, match="images or what is known about them differ"):
+    with pytest.raises(ValueError, match="the images, their labels or their annotations differ"):
         start(SceneSplit(other, data.test)).resume()
 
 

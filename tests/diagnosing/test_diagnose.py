@@ -322,7 +322,7 @@ def test_networks_with_ce():
 
 
 def test_what_cannot_be_diagnosed():
-    with pytest.raises(ValueError, match="no images to show"):
+    with pytest.raises(ValueError, match="no images to run the network on"):
         cenet.diagnose(Tangled(), [])
     with pytest.raises(ValueError, match=r"expected images \(N, C, H, W\), got shape \(2, 3\)"):
         cenet.diagnose(Tangled(), [torch.zeros(2, 3)])
@@ -517,7 +517,7 @@ def test_bad_input_gets_one_line_and_a_non_zero_exit(folder, tmp_path, monkeypat
         call(monkeypatch, *command(unreadable.parent, tmp_path / "o"))
     for options, message in [
         ({"data": tmp_path / "nowhere"}, "nowhere is not a folder"),
-        ({"data": None}, "say which images to show to resnet18 with --data"),
+        ({"data": None}, "resnet18 needs images: --data FOLDER"),
         ({"checkpoint": foreign}, r"foreign\.pth does not fit ResNet"),
         ({"checkpoint": damaged}, r"damaged\.safetensors cannot be read as a checkpoint"),
         ({"checkpoint": foreign, "pretrained": True}, "--pretrained exclude each other"),

@@ -160,13 +160,13 @@ def test_captions_say_what_the_numbers_say(three_runs):
         worst = max(content["layers"], key=measure)
         expected = f"plain: most in {worst['name']}, {100 * measure(worst):.1f}\u202f%"
         assert expected in found[key].caption
-    assert "two standard errors of 2 channels" in found["dormant"].caption
+    assert "For 2 channels that limit is within two standard errors" in found["dormant"].caption
     assert "depends on the scale of the layer" in found["inhibited"].caption
     assert "plain 0.630, ce 0.410" in found["importance"].caption
     # λ is known of one run only, and the caption says of which
     assert re.search(r"layers with CE: ce 0\.\d+\.", found["lambda"].caption)
     alone = figures(build_page(read_sources([three_runs / "ce"])))
-    assert "1 when one matters alone: 0.410." in alone["importance"].caption
+    assert "1 if a single one matters: 0.410." in alone["importance"].caption
 
 
 def test_the_paper_s_figure_is_the_last_of_its_section(three_runs):
@@ -454,7 +454,7 @@ def test_what_channels_did_while_it_trained(tmp_path):
     # a layer without a correlation is no part of the mean
     assert found["watched-correlation"].table.rows[5][1:] == pytest.approx((0.4, 0.4))
     assert ("plain", 500, "b", None) in found["watched-correlation"].numbers.rows
-    first, last = "At the first look: plain 0.500, ce 0.500", "at the last: plain 0.320, ce 0.320."
+    first, last = "First measurement: plain 0.500, ce 0.500", "last: plain 0.320, ce 0.320."
     assert f"{first}; {last}" in found["watched-correlation"].caption
     assert "watched-inhibited" not in found
     alone = build_page(read_sources([tmp_path / "other"]))
@@ -527,11 +527,11 @@ def test_a_run_without_a_diagnosis_says_so(three_runs, tmp_path, monkeypatch, ca
     wrote, said = capsys.readouterr().out.splitlines()
     assert wrote == f"wrote {out}"
     assert said == (
-        f"{bare} has no diagnosis, so that the page says nothing about its channels; "
+        f"{bare} has no diagnosis, so the page shows nothing about its channels; "
         f"`cenet diagnose {bare}` measures them"
     )
     text = Reader(out.read_text()).text
-    assert "bare has no diagnosis, so that the page says nothing about its channels" in text
+    assert "bare has no diagnosis, so the page shows nothing about its channels" in text
     assert "ce has no diagnosis" not in text
 
 

@@ -212,7 +212,7 @@ def test_pretrained_weights_bring_their_normalization(tmp_path, monkeypatch, cap
     train(job)
     said = capsys.readouterr().out
     assert calls == ["timm"]
-    assert "beginning with timm/test_resnet.r160_in1k; new are 3 CE layers, fc.weight, fc.b" in said
+    assert "starting from timm/test_resnet.r160_in1k; new: 3 CE layers, fc.weight, fc.bias" in said
     assert (
         f"images of {SIZE}×{SIZE}, normalized by mean and deviation of the network {NAME}" in said
     )
@@ -267,7 +267,7 @@ def test_a_folder_says_how_its_images_are_normalized(tmp_path, capsys):
     assert (
         f"images of 24×24, normalized by mean and deviation of {tmp_path}/saved/config.json" in said
     )
-    assert "new are" not in said  # CE layers and classes are those of the folder
+    assert "; new: " not in said  # CE layers and classes are those of the folder
     assert [name for name, _ in cenet.nn.ce_layers(load_run(tmp_path / "run"))] == [
         "layer1.0.bn2.ce"
     ]
@@ -323,7 +323,7 @@ def test_resumption_is_exact_and_another_network_is_refused(checkpoint, tmp_path
         ("", r"say where the images are with --data FOLDER"),
         (
             "--weights nowhere --dataset digits --block plain --augment none",
-            r"--weights nowhere is not there",
+            r"--weights nowhere does not exist",
         ),
         ("--threads 0", r"--threads 0 must be at least 1"),
         ("--workers -1", r"--workers -1 must be at least 0;"),
@@ -347,7 +347,7 @@ def test_what_cannot_be_trained_is_one_line(arguments, message, monkeypatch, tmp
 @pytest.mark.parametrize(
     ("start", "said"),
     [
-        ("identity", "hardly moves in a network of random weights; use --ce-start paper"),
+        ("identity", "hardly moves in a network with random weights; use --ce-start paper"),
         ("paper", ""),
     ],
 )
@@ -363,8 +363,8 @@ def test_the_first_lines_of_a_run(start, said):
     assert said in text
     assert ("random weights; use" in text) == (start == "identity")
     # 8 images × 2 batches × 2 processes
-    assert "learning rate 0.00125 after the warm-up (0.01 × 32 images of an update / 256)" in text
-    assert "7 updates an epoch" in text
+    assert "learning rate 0.00125 after the warm-up (0.01 × 32 images per update / 256)" in text
+    assert "7 updates per epoch" in text
 
 
 @pytest.mark.parametrize(
@@ -408,7 +408,9 @@ def test_pretrained_is_for_stock_networks(monkeypatch):
 
 def test_a_network_without_norms_for_ce_can_be_trained_without():
     recipe = replace(DIGITS, network="test_vit", image_size=160)
-    with pytest.raises(ValueError, match=r"into test_vit: .* no norm .*; --block plain trains it"):
+    with pytest.raises(
+        ValueError, match=r"into test_vit: .* no norm .*; --block plain trains without"
+    ):
         build_network(recipe, trainer_inputs())
     plain = replace(recipe, block="plain")
     network = build_network(plain, trainer_inputs())

@@ -277,14 +277,14 @@ def test_a_run_says_what_it_is_tested_on(tmp_path, monkeypatch, capsys):
     # other commands measure on test images, and say so
     call(monkeypatch, "eval", str(out), "--device", "cpu")
     said = capsys.readouterr().out
-    assert "these figures are of the test images; " in said
+    assert "these results are for the test images; " in said
     assert "images held out by holdout=0.1\n" in said
     expected = figures(load_run(out), digits().test, read_run(out, Recipe)[1])
     assert f", loss {expected[0]:.4f}\n" in said
     found = diagnose(str(out), None, tmp_path / "diagnosis", ablation_images=0)
     assert found.accuracy.top1 == pytest.approx(expected[1])
     said = " ".join(capsys.readouterr().out.split())
-    assert "All figures are of the test images; the run tested itself on training images" in said
+    assert "All figures are for the test images; the run tested itself on training images" in said
     page = write_page([out], tmp_path / "page.html").read_text()
     assert "tested on held-out training images" in page
 

@@ -38,7 +38,7 @@ def test_ce_that_begins_as_identity_leaves_a_trained_network(plain):
     found = load_initial_weights_(network, plain, 10)
     assert found.fresh
     assert all(".ce." in name for name in found.fresh)
-    assert str(found).endswith("weights.safetensors; new are 6 CE layers")
+    assert str(found).endswith("weights.safetensors; new: 6 CE layers")
     assert found.digest == digest(load_file(plain / WEIGHTS), "")  # under its own names
     images = torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     expected = load_run(plain)(images)
@@ -63,7 +63,7 @@ def test_a_classifier_of_other_classes_begins_anew(plain):
 def test_weights_that_do_not_fit_are_refused(plain, tmp_path):
     with pytest.raises(ValueError, match=r"--weights .* are of another network: .* missing"):
         load_initial_weights_(made(RECIPES["vgg16_plain"]), plain, 10)
-    with pytest.raises(ValueError, match=r"nothing is not there"):
+    with pytest.raises(ValueError, match=r"nothing does not exist"):
         load_initial_weights_(made(PLAIN), plain / "nothing", 10)
     state = load_file(plain / WEIGHTS)
     name = next(iter(state))
@@ -92,7 +92,7 @@ def test_a_run_says_what_it_began_with_and_goes_on_without_it(plain, tmp_path, c
     small = replace(CE, batch_size=256)
     out = tmp_path / "run"
     train(Job(small, Options(out), weights=source, device="cpu"))
-    assert f"beginning with {source}; new are 6 CE layers" in capsys.readouterr().out
+    assert f"starting from {source}; new: 6 CE layers" in capsys.readouterr().out
     about = json.loads((out / "run.json").read_text())["environment"]["initial"]
     assert about["weights"] == str(source)
     assert len(about["digest"]) == 64

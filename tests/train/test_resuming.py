@@ -140,9 +140,13 @@ def test_other_images_are_another_run(files_folder, few_files, tmp_path):
     digits = few_digits()
     again = resumed(digits, PLAIN, tmp_path / "digits")
     images = digits.train.images.flip(3)  # of the same mean and deviation
-    with pytest.raises(ValueError, match="another run: images or what is known about them differ"):
+    with pytest.raises(
+        ValueError, match="another run: the images, their labels or their annotations differ"
+    ):
         again(digits._replace(train=digits.train._replace(images=images)))
-    with pytest.raises(ValueError, match="another run: images or what is known about them differ"):
+    with pytest.raises(
+        ValueError, match="another run: the images, their labels or their annotations differ"
+    ):
         again(digits._replace(test=digits.test._replace(images=digits.test.images.flip(3))))
     named = digits.train._replace(classes=tuple("abcdefghij"))
     with pytest.raises(ValueError, match="another run: the classes or the pixels of the data diff"):
@@ -158,7 +162,9 @@ def test_other_images_are_another_run(files_folder, few_files, tmp_path):
         other.parent.mkdir(exist_ok=True)
         shutil.copy(one, other)
     for paths in (elsewhere[::-1], [*elsewhere[:-1], elsewhere[0]], renamed):
-        with pytest.raises(ValueError, match="images or what is known about them differ"):
+        with pytest.raises(
+            ValueError, match="the images, their labels or their annotations differ"
+        ):
             again(few_files._replace(train=few_files.train._replace(source=Folder(paths))))
 
 
@@ -689,7 +695,9 @@ def test_files_with_other_contents_are_refused(tmp_path):
     assert "resuming" in resumed()
     for path in (data / "train").rglob("*.png"):
         Image.new("L", (20, 18)).save(path)
-    with pytest.raises(ValueError, match="images or what is known about them differ; use another"):
+    with pytest.raises(
+        ValueError, match="the images, their labels or their annotations differ; use another"
+    ):
         resumed()
     # checkpoints of before have no digest of contents
     for path in checkpoint.checkpoints(tmp_path / "run"):
@@ -697,5 +705,5 @@ def test_files_with_other_contents_are_refused(tmp_path):
         checkpoint.write(path, tensors, {**facts, "data": facts["data"].split(":")[0]})
     assert "resuming" in resumed()
     (data / "train" / "0" / "x.png").rename(data / "train" / "0" / "y.png")
-    with pytest.raises(ValueError, match="images or what is known about them differ"):
+    with pytest.raises(ValueError, match="the images, their labels or their annotations differ"):
         resumed()

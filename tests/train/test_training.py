@@ -71,7 +71,7 @@ def test_a_run_explains_itself_and_can_be_evaluated(tmp_path, monkeypatch, capsy
         evaluate_run(out, device="cpu")
     (out / WEIGHTS).unlink()
     assert evaluate_run(out, device="cpu") == found
-    with pytest.raises(ValueError, match="holds a run already; go on with it by --resume auto"):
+    with pytest.raises(ValueError, match="holds a run already; continue it with --resume auto"):
         train(Job(TINY, Options(out), device="cpu"))
     with pytest.raises(ValueError, match="another run: batch_size was 64 and is 16; epochs was"):
         train(Job(TINY, Options(out, resume="auto"), device="cpu"))
@@ -151,7 +151,7 @@ def test_other_classes_are_another_run(tmp_path):
     with pytest.raises(ValueError, match="epochs was 1 and is 3; use another") as fewer:
         trainer(replace(TINY, epochs=3), tmp_path, few_digits(80)).resume()
     assert "images" not in str(fewer.value)
-    assert f"--weights {tmp_path} begins with its weights" in str(refused.value)
+    assert f"--weights {tmp_path} it starts from these weights" in str(refused.value)
     (tmp_path / WEIGHTS).unlink()  # as before its end
     with pytest.raises(ValueError, match=r"use another --out for this one$"):
         trainer(replace(TINY, epochs=3), tmp_path, named).resume()
@@ -265,5 +265,5 @@ def test_a_decoder_that_is_not_there_is_refused_for_images_in_memory_too(tmp_pat
 
 
 def test_channels_cannot_be_watched_in_cuda_graphs(tmp_path):
-    with pytest.raises(ValueError, match="--monitor-every cannot look into --cuda-graphs"):
+    with pytest.raises(ValueError, match="--monitor-every does not work with --cuda-graphs"):
         Options(tmp_path, monitor_every=1, cuda_graphs=True)

@@ -49,7 +49,7 @@ class Ablation(ActivationObserver):
     """Runs a classifier with some channels set to zero after their activation."""
 
     def __init__(self, model: nn.Module) -> None:
-        """No channel is off yet."""
+        """Start with no channel off."""
         super().__init__(model)
         self.off: Mapping[str, Tensor] = {}
         self.channels: dict[str, int] = {}
@@ -142,7 +142,7 @@ def cumulative_ablation(
     Args:
         model: a classifier in evaluation mode.
         batches: images and labels on its device; they are run once per ratio and repeat.
-        layer: name of the layer whose channels are ablated (a name of `Recorder.layers`).
+        layer: name of the layer whose channels are ablated (a key of `Recorder.layers`).
         ratios: shares of channels.
         repeats: number of random orders.
         seed: seed of the random orders.

@@ -78,12 +78,12 @@ class ActivationObserver(TorchDispatchMode):
 
     Feature channels are those of 4-D maps of more than one pixel; gates and heads are left out. A
     site is named after the innermost running module: `layer1.0.act1`, or `layer1.0.relu` for a
-    function called in `layer1.0`; the second call in a pass adds `#2`. Our CUDA operators that
+    function called in `layer1.0`; the second call in a pass adds `#2`. CUDA operators of cenet that
     contain an activation run a second time without it, to compute the input of `before`; those that
-    merge ranks run without it and it follows, because other ranks may not be observed.
+    merge ranks run without it, and it runs afterwards, because other ranks may not be observed.
     """
 
-    # compiled passes of `cenet.cpu` contain no activation while somebody listens
+    # compiled passes of `cenet.cpu` contain no activation while they are observed
     allows_passes = True
 
     def __init__(self, model: nn.Module) -> None:
@@ -149,7 +149,7 @@ class ActivationObserver(TorchDispatchMode):
             self.readers.follow(name, args, result, inside_norm=self._inside_norm())
         if site is not None:
             self._finish(site, result)
-            # in place, the result is still known as the output of a norm
+            # in place: the result is still marked as the output of a norm
             self._marks[result] = _Mark(site.dim)
         else:
             self._follow(name, args, result)
@@ -168,7 +168,7 @@ class ActivationObserver(TorchDispatchMode):
         if name == "elu" and len(args) > 2:  # with a scale of its own
             return "selu", x
         if name == "mul" and all(isinstance(arg, Tensor) for arg in args):
-            # x * sigmoid(x), as it was written before torch had silu
+            # x * sigmoid(x) is silu, too
             for x, gate in (args, args[::-1]):
                 if self._gated.get(gate) is x:
                     return "silu", x

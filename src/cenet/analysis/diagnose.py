@@ -44,13 +44,13 @@ from cenet.nn.base import EquilibriumLayer
 from cenet.nn.norms import BATCH_NORMS
 from cenet.surgery import ce_sites
 
-# images that are ablated by default: a network takes them 60 times, and once for each channel
+# default number of images for ablation: a network runs on each 60 times, and once per channel
 ABLATION_IMAGES, ABLATION_IMAGES_SLOW = 512, 128
 THRESHOLD = 1e-2  # mean activation below which the paper calls a channel inhibited
 MATRICES = 3
 MATRIX_CHANNELS = 64
 GROUP_SIZE = 16  # group size of the paper, for layers without CE
-SMALL = 64 * 64  # pixels of an image that is quick on a CPU too
+SMALL = 64 * 64  # largest number of pixels of an image for which ablation is quick on a CPU, too
 
 Report = Callable[[str, int, int | None], None]  # phase, steps done, all steps if known
 
@@ -65,15 +65,15 @@ def diagnose(
 ) -> Diagnosis:
     """Measure the channels of a network on the images of `loader`.
 
-    Every image is seen once, and memory does not grow with their number. The accuracy under
-    ablation needs many passes, so it is measured on a random sample of the images (always the same
-    for the same images). The network runs in evaluation mode, and is left as it was.
+    The network runs on every image once, and memory does not grow with their number. The accuracy
+    under ablation needs many passes, so it is measured on a random sample of the images (always the
+    same for the same images). The network runs in evaluation mode, and is left as it was.
 
     Args:
         model: a classifier, or with unlabelled images any network that takes (N, C, H, W).
         loader: batches of images, or of (images, labels); moved to the device of the model.
-        layer: layer to ablate, by its name or that of the norm before it. By default that of the
-            paper: the third of a VGG, elsewhere the first that follows a norm.
+        layer: layer to ablate, by its own name or that of the norm before it. By default the layer
+            that the paper ablates: the third of a VGG, elsewhere the first that follows a norm.
         ablation_images: size of that sample; 0 leaves ablation out, "all" takes every labelled
             image and keeps them on the device. By default 512, and 128 for images of more than
             64×64 pixels on a CPU, where ablation takes long.
@@ -81,7 +81,8 @@ def diagnose(
             not known).
 
     Raises:
-        ValueError: there are no images, no activations were seen, or `layer` is not one of them.
+        ValueError: there are no images, the network applies no activation, or there is no such
+            `layer`.
     """
     if ablation_images == "all":
         ablation_images = sys.maxsize
@@ -199,7 +200,7 @@ def _run(
         seen.add(images, labels, output)
         tell("images", seen.images, None)
     if not seen.images:
-        raise ValueError("there are no images to show to the network")
+        raise ValueError("there are no images to run the network on")
     return recorder, sample, seen
 
 

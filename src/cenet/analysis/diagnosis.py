@@ -31,7 +31,7 @@ COUNTED = (
     "dormant", "dormant_strict", "rare", "saturated", "duplicates", "prunable", "inhibited",
 )  # fmt: skip
 PNG = "data:image/png;base64,"
-LARGEST = 1e100  # numbers beyond it overflow as soon as something is computed from them
+LARGEST = 1e100  # largest number; computing with larger ones overflows
 Record = TypeVar("Record")
 
 
@@ -216,7 +216,7 @@ class BatchNorm:
     name: str
     channels: int
     nonpositive: int  # channels with β ≤ 0
-    activation: str | None  # takes the output unchanged; None behind a sum, a gate or CE
+    activation: str | None  # takes the output unchanged; None after a sum, a gate or CE
 
 
 @dataclass(frozen=True)
@@ -380,7 +380,7 @@ class Diagnosis:
 
     @classmethod
     def read(cls, path: Path) -> "Diagnosis":
-        """Undo `write`; ValueError that names the file if it is damaged or something else."""
+        """Undo `write`; ValueError that names the file if it is damaged or no diagnosis."""
         try:
             content = read_json(path)
         except ValueError as error:

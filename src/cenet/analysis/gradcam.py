@@ -1,4 +1,4 @@
-"""Grad-CAM: where in an image a network sees evidence for a class, as numbers and as pictures."""
+"""Grad-CAM: evidence for a class by position in an image, as numbers and as pictures."""
 
 from importlib.util import find_spec
 from typing import Any
@@ -32,7 +32,7 @@ def gradcam(model: nn.Module, images: Tensor, classes: Tensor | None = None) -> 
 
     network = unwrapped(model)
     kept = [(parameter, parameter.grad) for parameter in network.parameters()]
-    # what comes after may be in place, so the map is copied when it is seen
+    # later operations may be in place, so the map is copied by the hook
     tool: Any = GradCAM(network, [last_feature_map(network, images[:1])], lambda x: x.clone())
     for parameter, _ in kept:
         parameter.grad = None
@@ -99,7 +99,7 @@ def overlays(
 
     found = []
     for i, (image, heat) in enumerate(zip(images, maps, strict=True)):
-        # whatever the normalization was, each picture uses the whole range
+        # each picture uses the whole range, because the normalization is not known
         picture = (image - image.min()) / (image.max() - image.min()).clamp_min(1e-12)
         picture = picture.expand(3, -1, -1)
         red = torch.tensor([1.0, 0.0, 0.0], device=image.device)[:, None, None]

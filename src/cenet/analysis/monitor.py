@@ -37,19 +37,20 @@ FIELDS = ("step", "layer", *MEASURES)
 class Monitor:
     """Measures every `every`-th forward pass of a network in training mode, and reports to `to`.
 
-    Training goes on as without it, to the last bit: the pass itself is watched, nothing runs twice.
-    A network compiled by torch.compile cannot be watched inside; its original runs once more on the
-    same batch, without gradients, and running statistics and random numbers stay as they are.
+    The results of training stay the same, to the last bit: the pass itself is measured, nothing
+    runs twice. A network compiled by torch.compile cannot be measured inside. Its original runs
+    once more on the same batch, without gradients, and leaves running statistics and random numbers
+    unchanged.
 
     Under DDP every process that makes a monitor measures its own batch, without communication. A
-    copy of the model (an average of its weights, say) is not watched.
+    copy of the model (such as an average of its weights) is not measured.
 
     Args:
         model: the object that the training loop calls: a network, DDP around it, or the result of
             torch.compile.
-        every: forward passes in training mode between two looks, the first included.
-        to: a file that gets rows of CSV, a SummaryWriter of TensorBoard, or a function of the step
-            (forward passes before this one) and of the values by layer.
+        every: measure each `every`-th forward pass in training mode, from the first on.
+        to: a file to which rows of CSV are appended, a SummaryWriter of TensorBoard, or a function
+            of the step (forward passes before this one) and of the values by layer.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
     >>> monitor = Monitor(model, to=lambda step, values: print(step, list(values)))

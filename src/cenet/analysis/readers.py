@@ -1,9 +1,9 @@
 """Which weights read the channels of a layer, found while a network runs.
 
 The output of an activation passes through pooling, reshaping, concatenation and gates before a
-convolution or a linear layer reads it. `Readers` follows each output on this way, operator by
+convolution or a linear layer reads it. `Readers` follows each output on this path, operator by
 operator, and keeps the squared norm of the weights by which each reader reads each channel. A norm
-module right behind the reader divides the reader's output again, so its scale is taken into
+module right after the reader divides the reader's output again, so its scale is taken into
 account.
 """
 
@@ -35,7 +35,7 @@ VIEW = frozenset(
 )
 SCALE = frozenset(("mul", "div"))
 ADD = frozenset(("add", "sub", "rsub"))
-# operators that look at a tensor without reading its channels
+# operators that do not count as a use of the channels
 IGNORE = frozenset(("empty_like", "zeros_like", "ones_like", "isnan", "isfinite"))
 READ = frozenset(("convolution", "addmm", "mm", "linear"))
 
@@ -84,7 +84,7 @@ class Readers:
     """
 
     def __init__(self) -> None:
-        """Nothing seen yet."""
+        """Start without layers."""
         self.shared: set[str] = set()
         self._readings: list[_Reading] = []
         self._lost: set[str] = set()
@@ -159,7 +159,7 @@ class Readers:
             self._origins[result] = origin
 
     def norm(self, norm: nn.Module, x: Any, output: Any) -> None:
-        """Take in a norm that has run: behind a reader, or on the output of a layer itself."""
+        """Take in a norm that has run: after a reader, or on the output of a layer itself."""
         if not isinstance(x, Tensor) or not isinstance(output, Tensor):
             return
         if x in self._outputs:
@@ -273,7 +273,7 @@ def _is_weight(factor: Tensor, origin: Origin) -> bool:
 
 
 def norm_scale(norm: nn.Module) -> Tensor | None:
-    """By how much a norm multiplies each channel: γ / √(running variance + ε), or γ alone.
+    """The factor by which a norm multiplies each channel: γ / √(running variance + ε), or γ alone.
 
     Batch norm in evaluation divides by numbers it keeps. Other norms divide by what they measure on
     each image, which is the same for a whole group of channels, so that γ is what differs.

@@ -227,8 +227,8 @@ class Recorder(ActivationObserver):
 
     Memory does not grow with the number of images. In-place operations, shared activation modules
     and functions each have a name of their own (see `ActivationObserver`), and the pass computes
-    what it computes without the recorder. A pass is one call of `model`; where only parts of it are
-    called, enter the context once per pass.
+    what it computes without the recorder. A pass is one call of `model`; if you call only parts of
+    it, enter the context once per pass.
 
     Attributes:
         sites: by name, in the order of execution.

@@ -2,7 +2,7 @@
 
 It rests on measures that rescaling a layer cannot move. The limits are conventions, not results:
 300 images bound the firing of a silent channel by 1 % (the rule of three), a covariance needs ten
-values for each channel, pruning is worth its trouble from 1 % of a network's channels on, and a
+values for each channel, pruning is worthwhile from 1 % of a network's channels on, and a
 layer with fewer effective dimensions than a quarter of its channels is called redundant.
 """
 
@@ -49,7 +49,7 @@ class Evidence:
         untrained: whether the weights are the initial ones.
         accuracy: accuracy on the labelled images.
         removal: accuracy and loss without all prunable channels, if they were measured.
-        sites: norms behind which insert_ce_ puts CE by default.
+        sites: norms after which insert_ce_ puts CE by default.
         train_with_ce: the command that trains this network with CE, if there is one.
     """
 
@@ -118,13 +118,13 @@ def _try_ce(found: Evidence) -> Verdict | None:
         few = min(low, key=lambda layer: layer.height * layer.width / layer.channels)
         values = found.images * few.height * few.width
         return _more_images(
-            f"{_pruning(found)} Whether channels are redundant takes more than {found.images} "
-            f"images to say: {few.name} has {values} values for each of {few.channels} channels.",
+            f"{_pruning(found)} {found.images} images are too few to say whether channels are "
+            f"redundant: {few.name} has {values} values for each of {few.channels} channels.",
             _reasons(found),
         )
     headline = (
         f"{_pruning(found)} CE has something to decorrelate in {len(known)} of the "
-        f"{len(open_sites)} layers where it could go."
+        f"{len(open_sites)} layers where it could be inserted."
     )
     where = f"Effective dimensions below a quarter of the channels: {_named(known, _dimensions)}."
     step = "Train with and without CE, and compare."
@@ -195,7 +195,7 @@ def _removed(removal: Removal) -> str:
 
 def _dead(prunable: Sequence[Layer]) -> tuple[str, ...]:
     names = [layer.name for layer in prunable if len(layer.prunable) == layer.channels]
-    return (f"Nothing passes through {_listed(names)} at all: take it out.",) if names else ()
+    return (f"Nothing passes through {_listed(names)} at all: remove it.",) if names else ()
 
 
 def _shared(prunable: Sequence[Layer]) -> tuple[str, ...]:

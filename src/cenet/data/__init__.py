@@ -1,4 +1,4 @@
-"""Images and labels: where they are stored, how they are decoded, in which order they are shown."""
+"""Images and labels: where they are stored, how they are decoded, in which order they are used."""
 
 from cenet.extras import require
 

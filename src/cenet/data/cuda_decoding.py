@@ -22,7 +22,7 @@ MANY_WORKERS = 12
 
 
 def choose(asked: Literal["auto", "cpu", "cuda"], device: torch.device, workers: int) -> Decoding:
-    """Where to decode the files of a run; ValueError if the device asked for cannot.
+    """Choose where the files of a run are decoded; ValueError if `asked` is not possible.
 
     Args:
         asked: the option `decode`; see `Options`.

@@ -1,7 +1,7 @@
 """Data sets: built-in digits, CIFAR-10, folders, tar and parquet files, and their input spec.
 
 A data set is images and labels. Its input spec, the classes and the normalization of pixels, is
-what a network trained on it keeps.
+stored with a network trained on it.
 """
 
 import re
@@ -66,8 +66,8 @@ class InputSpec(NamedTuple):
         mean: mean of each channel, for values from 0 to 255.
         std: standard deviation of each channel.
         normalization: where mean and standard deviation come from, in words.
-        in_memory: whether training images were held in memory, and tested as they are; of files the
-            middle is tested.
+        in_memory: whether training images were held in memory. Such images are tested as they are;
+            of image files, the central crop is tested.
     """
 
     classes: tuple[str, ...]
@@ -101,7 +101,7 @@ class InputSpec(NamedTuple):
     def from_dict(cls, values: dict[str, Any]) -> "InputSpec":
         """The input spec that `as_dict` wrote; KeyError, TypeError or ValueError if it is not."""
         classes, mean, std = (tuple(values[name]) for name in ("classes", "mean", "std"))
-        # earlier versions did not write it, and only images in memory had statistics of their own
+        # files of earlier versions lack it; there, only images in memory had their own statistics
         in_memory = values.get("in_memory", (mean, std) != (FILES_MEAN, FILES_STD))
         found = cls(classes, mean, std, str(values.get("normalization", "")), bool(in_memory))
         numbers = all(type(value) is float for value in (*found.mean, *found.std))
@@ -184,15 +184,15 @@ class Split(NamedTuple):
 
 
 def is_for_files(augment: Augment) -> bool:
-    """Whether an augmentation shows a random part of an image, which only image files allow."""
+    """Whether an augmentation crops a random part of an image, which only image files allow."""
     return augment.startswith("imagenet")
 
 
 def digest(data: Split) -> str:
     """A digest of images and labels that does not depend on the folder of the files.
 
-    Of image files, it has the names of all and, behind a colon for each set, marks of the contents
-    of a sample.
+    For image files, it has all names and, after a colon for each set, marks of the contents of a
+    sample.
     """
     found, marks = blake2b(digest_size=16), ""
     for part in data:

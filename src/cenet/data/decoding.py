@@ -16,7 +16,7 @@ import cenet.signals as signals
 from cenet.data.sources import Source
 from cenet.data.workers import untouched
 
-# smallest number of images for which a process is started
+# smallest number of images per process
 SHARE = 2000
 REMOVE = "remove or replace it"
 
@@ -75,7 +75,7 @@ def read_all(source: Source, size: int) -> Tensor:
     """
     count = len(source)
     shape = (count, 3, size, size)
-    # shared with the processes that are started
+    # memory that is shared with the processes
     memory = mmap.mmap(-1, count * 3 * size * size)
     images = numpy.frombuffer(memory, numpy.uint8).reshape(shape)
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1

@@ -32,7 +32,7 @@ from cenet.data.workers import loaded
 
 Batch = tuple[Tensor, Tensor]  # normalized images and labels on the device
 
-# values of images in memory that are augmented together: launching kernels for each step is slow
+# images in memory are augmented up to this many values at a time: kernels per step would be slow
 VALUES = 2**24
 
 
@@ -229,14 +229,14 @@ def training_loader(
     """Batches of the training images of a recipe.
 
     Args:
-        recipe, data, inputs, shard, device, channels_last: as their names say.
+        recipe, data, inputs, shard, device, channels_last: those of the run.
         workers: see `Reading`.
         steps: number of steps of an epoch that will be used; by default all.
         decode: see `Options`.
     """
     if isinstance(data, Resident):
         if decode == "cuda":
-            choose(decode, device, workers)  # raises if the GPU cannot, though nothing is decoded
+            choose(decode, device, workers)  # raises if the GPU cannot decode
         return ResidentLoader(
             data, inputs, shard, augment=recipe.augment, seed=recipe.seed, device=device,
             channels_last=channels_last,

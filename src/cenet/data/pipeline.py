@@ -1,10 +1,10 @@
-"""Batches of image files that are cropped and resized on the device, and decoded there if it can.
+"""Batches of image files that are cropped, resized and, if possible, decoded on the device.
 
 Worker processes read the files. Without a decoder on the device they also decode them, and pass on
-the pixels that are needed; resizing would take them as long as decoding does. A few threads of the
+the pixels that are needed; resizing there would take as long as decoding. A few threads of the
 main process do the rest; more threads would mostly wait for Python's lock. Each thread prepares one
-batch at a time and gets the next when a batch is taken, so threads are idle, or soon will be, when
-the pipeline ends.
+batch at a time and gets the next one when a batch is taken. So threads are idle, or soon will be,
+when the pipeline ends.
 """
 
 import warnings

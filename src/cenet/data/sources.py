@@ -18,7 +18,7 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".
 NAMES_FILES = ("classes.txt", "classnames.txt")
 
 
-# images of training, and of the test, whose contents are compared when a run is resumed
+# number of training images, and of test images, whose contents are compared on resumption
 SAMPLE = 256
 MARK = 4  # bytes of the digest of one of them
 REPAIRED = 1 / 8  # share of them that may have changed: damaged files are repaired
@@ -36,10 +36,10 @@ def mark(content: bytes) -> str:
 
 
 def are_same_images(before: str, now: str) -> bool:
-    """Whether two digests are of the same images: names, and behind colons the marks of each set.
+    """Whether two digests are of the same images: names, and after colons the marks of each set.
 
-    Digests of earlier versions have fewer marks or none, and their names decide; or the marks of
-    all sets are one text.
+    Digests of earlier versions have fewer marks, or none (then only names are compared), or the
+    marks of all sets as one text.
     """
     (names, *old), (names_now, *new) = before.split(":"), now.split(":")
     if names != names_now or len("".join(old)) < len("".join(new)):

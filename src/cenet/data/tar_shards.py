@@ -1,7 +1,7 @@
 """Images in tar files as WebDataset writes them, read by number from an index.
 
-(WebDataset removed its own indexed reader, wids, in version 1. That reader cuts names at 100
-characters and does not notice truncated files.)
+(The indexed reader wids of WebDataset is not used: it cuts names at 100 characters, does not notice
+truncated files, and was removed in version 1.)
 """
 
 import errno
@@ -125,7 +125,7 @@ def _samples(path: Path) -> tuple[list[Member], list[int]]:
 
 
 def _members(file: IO[bytes], path: Path) -> Iterator[Member]:
-    """The files in a tar file; its end is checked behind the last one."""
+    """The files in a tar file; the end of the tar file is checked after the last one."""
     end = 0
     try:
         with tarfile.open(fileobj=file, mode="r:") as tar:

@@ -88,7 +88,7 @@ class Viewing(NamedTuple):
 
 
 def middle(size: int, height: int, width: int) -> View:
-    """The view of a test: the shorter side is scaled to size / 0.875, and the middle is shown."""
+    """The view of a test: the shorter side is scaled to size / 0.875, and the center is shown."""
     short, long = round(size / TEST_CROP), max(height, width)
     other = int(short * long / min(height, width))
     scaled = (other, short) if width <= height else (short, other)

@@ -37,7 +37,7 @@ def loaded(
     end = Finalize(None, _end, (found, started), exitpriority=20) if workers else None
     try:
         yield from found
-    except ValueError as error:  # the message of a worker's error is a whole traceback
+    except ValueError as error:  # the message of a worker's error is a traceback
         reason = str(error).strip().splitlines()[-1].removeprefix("ValueError: ")
         raise ValueError(reason) from error
     except RuntimeError as error:

@@ -8,7 +8,7 @@ from xml.etree import ElementTree as Tree
 from cenet.formatting import short
 from cenet.report.charts import as_text, drawing, put_picture, put_text
 
-# backgrounds of dark letters, on pictures, in both themes
+# background colours of names, which have dark letters, in both themes
 COLOURS = ("#ffb000", "#35c9e8", "#ff7a6b", "#7fd95b", "#d59bff", "#f2e64a", "#ff8fc7", "#5fe0b5")
 NARROWEST, FLATTEST = 1.0, 0.3  # width by height, and height by width, of a drawing
 TALL, PAD = 28.0, 7.0  # height of a name, and the space before and after it

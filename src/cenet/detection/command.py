@@ -20,7 +20,7 @@ EXAMPLE = "shapes"
 
 
 def main(arguments: list[str]) -> None:
-    """Train a detector, or look at one."""
+    """Train, evaluate or show a detector."""
     if arguments[:1] == ["train"]:
         run_train(parse(arguments[1:]))  # its arguments depend on the recipe
         return
@@ -49,7 +49,7 @@ def parse(arguments: list[str]) -> DetectionJob:
 
 
 def run_train(job: DetectionJob) -> None:
-    """Train by a recipe: `cenet detect train RECIPE [--field value ...]`."""
+    """Train a detector by a recipe: `cenet detect train RECIPE [--field value ...]`."""
     clock = Clock(LIBRARIES, process_age())
     row = exit_with_reason(lambda: train(job, clock), job.options.out)
     if row and is_first_process():
@@ -66,9 +66,9 @@ def evaluate(run: Run, data: Path | None = None, device: Device = "auto") -> Non
     """Print COCO's evaluation of a run of `cenet detect train`.
 
     Args:
-        run: its folder.
+        run: folder of the run.
         data: folder of the images, as for `cenet detect train`.
-        device: where to run.
+        device: device to run on; auto is cuda where there is one.
     """
     scores = evaluate_run(run, data, device)
     if is_first_process():
@@ -78,12 +78,12 @@ def evaluate(run: Run, data: Path | None = None, device: Device = "auto") -> Non
 
 
 def show(run: Run, data: Path | None = None, device: Device = "auto", images: int = 8) -> None:
-    """Write a page of a run: average precision, curves, predictions beside the truth.
+    """Write a page about a run: average precision, curves, predictions beside the ground truth.
 
     Args:
-        run: its folder.
+        run: folder of the run.
         data: folder of the images, as for `cenet detect train`.
-        device: where to run.
-        images: how many to draw; 0 leaves them out, and needs no data.
+        device: device to run on; auto is cuda where there is one.
+        images: number of test images to draw; 0 draws none and needs no data.
     """
     print(f"wrote {show_run(run, data, device, images=images)}")

@@ -48,7 +48,7 @@ class Scenes(NamedTuple):
     def digest(self) -> str:
         """A digest of images and objects that does not depend on the folder of the files.
 
-        Behind a colon, it has marks of a sample of images: of their pixels or files, and of the
+        After a colon, it has marks of a sample of images: of their pixels or files, and of the
         masks on them.
         """
         found, marks = blake2b(digest_size=16), ""

@@ -1,4 +1,4 @@
-"""Freeze or synchronize norms and CE of a detector: the settings of Section 5.3, and neither."""
+"""Freeze or synchronize norms and CE of a detector, as in Section 5.3, or train all of it."""
 
 from typing import Any, Literal, get_args
 

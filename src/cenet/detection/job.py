@@ -33,11 +33,11 @@ LEFT_OUT = "left_out.csv"
 
 @dataclass(frozen=True)
 class DetectionJob:
-    """A recipe with the folders and the device of a run.
+    """Settings of a training run: its recipe, folders and device.
 
     Attributes:
-        recipe: settings that decide what the network learns; each changes numbers.
-        options: where and how the run is executed; none changes a number by more than rounding.
+        recipe: settings that decide what the network learns; each of them changes the results.
+        options: where and how the run is executed; results change by rounding only.
         data: folder in the layout of COCO: annotations/instances_train2017.json with train2017/,
             and the same for val2017; or instances.json with images/, to train and test on the same
             images. The recipe shapes needs none.

@@ -20,7 +20,7 @@ Detector = Literal["mask_rcnn", "faster_rcnn"]
 RESNETS = ("resnet18", "resnet50", "resnet101")
 COCO_CLASSES = 91  # the ids 1 to 90, and 0 for the background
 POOLED = 7  # side of the map that the box head sees
-# arguments of torchvision's detectors for images of about a hundred pixels, on a CPU
+# arguments of torchvision's detectors for images of about 100×100 pixels, on a CPU
 SMALL: dict[str, Any] = {
     "rpn_pre_nms_top_n_train": 200,
     "rpn_pre_nms_top_n_test": 100,
@@ -150,7 +150,7 @@ def detector(
         trainable_layers: as in `ce_fpn_backbone`.
         checkpoint: as in `ce_fpn_backbone`.
         num_classes: number of classes, including the background, which is class 0.
-        small: make pyramid and heads narrow, and proposals few and small.
+        small: use narrow pyramid and heads, and few and small proposals, for small images.
         backbone_args: arguments of `cenet.models.create_model`.
         **kwargs: arguments of torchvision's class.
     """

@@ -29,7 +29,7 @@ NAMES = dict(zip(MEASURES, ("AP", "AP50", "AP75"), strict=True))
 COLUMNS = ("train_loss", *PARTS, *(f"{kind}_{m}" for kind in KINDS for m in MEASURES))
 MEANING = (
     "AP is the mean over overlaps from 0.50 to 0.95 and over classes, as COCO defines it; AP50 and "
-    "AP75 ask for an overlap of 0.50 and of 0.75."
+    "AP75 require an overlap of 0.50 and of 0.75."
 )
 
 
@@ -103,9 +103,9 @@ def _newer(weights: str, measured: Row | None) -> str | None:
         return None
     word = "after" if updates > 0 else "before"
     return (
-        f"The predictions are of {weights}, {count(abs(updates), 'update')} {word} the end of "
-        f"epoch {measured['epoch']}, the last that was tested: the average precision is of other "
-        "weights."
+        f"The predictions are those of {weights}, {count(abs(updates), 'update')} {word} the end "
+        f"of epoch {measured['epoch']}, the last epoch that was tested. The average precision is "
+        "that of other weights."
     )
 
 
@@ -170,7 +170,7 @@ def _losses(rows: Sequence[Row]) -> Figure | None:
 def _loss_words(whole: dict[str, list[float]], parts: dict[str, list[float]]) -> str:
     said = []
     if whole:
-        said.append(f"All parts together {_course(whole['train_loss'])}.")
+        said.append(f"The sum of all parts {_course(whole['train_loss'])}.")
     if parts:
         last = {PARTS[name]: values[-1] for name, values in parts.items()}
         largest = max(last, key=lambda name: last[name])
@@ -185,10 +185,10 @@ WHOSE = (
 
 
 def _course(values: Sequence[float]) -> str:
-    """How a curve went, in words: `fell from 2.1 to 0.4`."""
+    """The change of a curve in words: `fell from 2.1 to 0.4`."""
     first, last = show(values[0], brief=True), show(values[-1], brief=True)
     if len(values) == 1:
-        return f"came to {last}"
+        return f"is {last}"
     word = "fell" if values[-1] < values[0] else "rose" if values[-1] > values[0] else "went"
     return f"{word} from {first} to {last}"
 

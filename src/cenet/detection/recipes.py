@@ -34,7 +34,7 @@ class DetectionRecipe(TrainingRecipe):
             3 freezes stem and first stage.
         channels: channels of the four stages, before the expansion of bottlenecks.
         small: narrow pyramid and heads, few and small proposals, for small images.
-        dataset: coco and coco128 (128 images of it) are folders you bring, shapes are synthetic.
+        dataset: coco and coco128 (128 images of COCO) are read from --data; shapes are synthetic.
         holdout: share of the training images to hold out. The run does not train on them, and is
             tested on them instead of on the test images. The choice depends only on the number of
             images and this share, not on the seed.
@@ -87,7 +87,7 @@ class DetectionRecipe(TrainingRecipe):
 
 
 _COCO = DetectionRecipe()
-# for a look at a classifier's weights in a detector within a minute of a GPU
+# to try a classifier's weights in a detector, within a minute on a GPU
 _COCO128 = replace(
     _COCO,
     dataset="coco128",

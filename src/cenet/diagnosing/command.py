@@ -162,7 +162,7 @@ def find_image_set(
             notes = _notes(loaded, "the test images")
             return ImageSet(batches, len(chosen.labels), test.classes, [], notes, None)
     if data is None:
-        raise ValueError(f"say which images to show to {loaded.name} with --data FOLDER")
+        raise ValueError(f"{loaded.name} needs images: --data FOLDER")
     found = find_images(data, limit)
     labels, classes, note = _labels(found.labels, found.classes, loaded)
     stream = ImageStream(found.source, labels, loaded.transform(size), batch)
@@ -171,12 +171,12 @@ def find_image_set(
 
 
 def _notes(loaded: LoadedNetwork, images: str) -> list[str]:
-    """Which images are measured, if the run tested itself on other ones."""
+    """A note on which images are measured, if the run tested itself on others."""
     if loaded.run is None or loaded.run[0].holdout == 0:
         return []
     share = f"{loaded.run[0].holdout:g}"
     return [
-        f"All figures are of {images}; the run tested itself on training images held out by "
+        f"All figures are for {images}; the run tested itself on training images held out by "
         f"holdout={share}."
     ]
 
@@ -191,7 +191,7 @@ def _labels(
     if classes is None or not set(folders) <= set(classes):
         if loaded.run is not None:
             unknown = sorted(set(folders) - set(classes or ()))
-            return None, None, f"The run does not know the classes {unknown}: there is no accuracy."
+            return None, None, f"The run has no classes {unknown}, so there is no accuracy."
         classes = folders
     if outputs != len(classes):
         return None, None, (
@@ -308,7 +308,7 @@ def findings(diagnosis: Diagnosis) -> list[str]:
         curve = found.ablation
         whole, half = percent(fmean(curve.top1[0])), percent(fmean(curve.top1[5]))
         lines.append(
-            f"Without half of the channels of {curve.layer}, top-1 goes from {whole} to "
+            f"With half of the channels of {curve.layer} at zero, top-1 goes from {whole} to "
             f"{half} (random channels) or {percent(curve.least_important_first[5])} (the least "
             f"important ones), on {curve.images} images."
         )

@@ -33,12 +33,12 @@ class Found(NamedTuple):
 def find_images(folder: Path, limit: int | None = None) -> Found:
     """Images of class folders, `folder/CLASS/*`, or of a flat folder, which has no labels.
 
-    Of a folder with `train` and `test` (or `val`) the latter is taken, and so of tar and parquet
-    files, as `cenet train` takes them.
+    In a folder with `train` and `test` (or `val`) the test images are used. The same holds for tar
+    and parquet files in the layout for `cenet train`.
 
     Args:
         folder: where to look.
-        limit: take at most this many, chosen at random, the same in every run.
+        limit: largest number of images, which are chosen at random, the same in every run.
 
     Raises:
         ValueError: it is not a folder, or has no image files.

@@ -1,4 +1,4 @@
-"""The network of a diagnosis, by name or from the folder of a run, and how it takes images."""
+"""The network of a diagnosis, by name or from a folder, and the preprocessing of its images."""
 
 from collections.abc import Callable
 from functools import partial
@@ -28,12 +28,12 @@ class LoadedNetwork(NamedTuple):
 
     Attributes:
         network: the module itself.
-        name: as it was asked for.
-        checkpoint: where the weights come from; None if they are random.
-        size: height and width of its images, unless other ones are asked for.
-        transform: from a size to a function from a PIL image to a normalized tensor.
+        name: the name or folder that was given.
+        checkpoint: origin of the weights; None if they are random.
+        size: default height and width of its images.
+        transform: takes a size; returns a function from a PIL image to a normalized tensor.
         classes: names of the class folders in the order of the logits, if known.
-        class_names: in words, where the folders have other names (ImageNet).
+        class_names: names in words, if those of the folders are codes (ImageNet).
         run: recipe and inputs, if it is a run of `cenet train`.
     """
 
@@ -55,7 +55,7 @@ def find_network(
     Args:
         model: a timm model, torchvision/NAME, or a folder of `cenet train` or `cenet.save`.
         checkpoint: its weights; a folder brings its own.
-        pretrained: take those of timm or torchvision instead. Random without either.
+        pretrained: use the weights of timm or torchvision instead. Without either, they are random.
 
     Raises:
         ValueError: there is no such network, or its weights cannot be read or do not fit.
@@ -137,7 +137,7 @@ def _of_run(run: Path) -> LoadedNetwork:
         plain = v2.PILToTensor()
 
         def fitted(image: Any) -> Tensor:
-            # images of the right size were trained on as they are
+            # the run was trained on images of this size without resizing
             whole = not is_for_files(recipe.augment) and image.size == (size, size)
             grey = image.convert("L") if inputs.channels == 1 else image
             found: Tensor = (plain if whole else resize)(grey)

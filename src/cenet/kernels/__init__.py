@@ -1,7 +1,7 @@
 """Triton twins of `functional`: the passes over x, the algebra between them, and their backward.
 
 `layer.forward` and `layer.backward` run norm → CE → residual → activation; docs/kernels.md has the
-derivation. Nothing here knows modules. One file per idea, with its backward:
+derivation. Nothing here depends on modules. One file per idea, with its backward:
 
     call            the operator's arguments as one record        no triton needed
     layer           which launches make up a pass; the saved state

@@ -1,9 +1,9 @@
 """The operators as records: their arguments, in order, with their types and roles.
 
 `NormCECall` is a call of `cenet::norm_ce`, `FoldedCECall` one of `cenet::folded_ce`. The schemas of
-the operators are generated from the records, and whoever handles a call takes it by field name. A
-new argument is one new field here, and the kernel that reads it. Imports no triton, so that the
-operators can be declared where triton is missing.
+the operators are generated from the records, and all code reads calls by field name. A new
+argument needs one new field here, and the kernel that reads it. This file does not import triton,
+so that the operators can be declared where triton is missing.
 """
 
 from collections.abc import Iterable, Sequence
@@ -97,7 +97,7 @@ class NormCECall(NamedTuple):
     def from_backward(cls, *args: Any) -> tuple["NormCECall", Tensor]:
         """The call and its saved state, from what the backward operator gets after grad and y.
 
-        The residual, statistics and averages are None: the backward pass has no use for them.
+        The residual, statistics and averages are None: the backward pass does not need them.
         """
         return cls._make(_call_places((*args, None))), cast(Tensor, _state_place(args))
 
@@ -120,7 +120,7 @@ class NormCECall(NamedTuple):
         return cast(tuple[Tensor | None, ...], _averages(self))
 
     def small_tensors(self) -> tuple[Tensor | None, ...]:
-        """All tensors but maps: parameters, statistics and averages."""
+        """All tensors except maps: parameters, statistics and averages."""
         return cast(tuple[Tensor | None, ...], _small_tensors(self))
 
     def constants(self) -> tuple[Any, ...]:
@@ -166,7 +166,7 @@ class FoldedCECall(NamedTuple):
         )  # fmt: skip
 
     def small_tensors(self) -> tuple[Tensor | None, ...]:
-        """All tensors but maps."""
+        """All tensors except maps."""
         return cast(tuple[Tensor | None, ...], _folded_tensors(self))
 
     def before_activation(self) -> "FoldedCECall":

@@ -7,8 +7,8 @@ Jobs that do not need each other's results share a launch:
     backward 2  decorrelation of a group ∥ the instance variances
     backward 3  norm of a group, e and f of dx ∥ the gate's weights, λ and α
 
-In the forward launch each program joins the chunks for its own channels. That is little work, and
-no program has to wait for another.
+In the forward launch each program joins the chunks for its own channels. That repeats little work,
+and no program has to wait for another.
 """
 
 from typing import NamedTuple
@@ -441,10 +441,10 @@ def local_backward(
     grads: dict[str, Tensor | None],
     grad_u: Tensor,
 ) -> BranchGradients:
-    """The same where ranks are merged, as far as one rank gets.
+    """The part of `coefficients_backward` that a rank can compute alone, where ranks are merged.
 
-    Fills in `grad_u`, (N, C) with a gate. The result has no division by the pixels behind the
-    statistics, as if there was one: they are merged means.
+    Fills in `grad_u`, (N, C) with a gate. The result is not divided by the number of pixels of the
+    statistics, because they are merged means.
     """
     return _backward(call, sums, mapping, found, state, grads, None, grad_u)
 
@@ -507,7 +507,7 @@ def branches_backward(
 ) -> BranchGradients:
     """Second launch: decorrelation of each group ∥ the instance variances.
 
-    `grad_u` is given where ranks are merged: the gradient of u goes there.
+    Where ranks are merged, the gradient of u is written to `grad_u`.
     """
     n, channels, height, width = call.x.shape
     group_size, pool, units, mode = call.group_size, call.pool, call.units, call.mode
@@ -564,7 +564,7 @@ def parameters_backward(
 ) -> None:
     """Third launch: norm of each group, e and f of dx ∥ the gate's weights, λ and α.
 
-    `through` is where e and f go, None where ranks are merged.
+    e and f are written to `through`, which is None where ranks are merged.
     """
     n, channels, height, width = call.x.shape
     units, gate = call.units, branches.gate

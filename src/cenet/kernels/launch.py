@@ -3,8 +3,8 @@
 `launch` finds a compiled kernel by its types and constants and starts it by that handle: Triton's
 own lookup takes the host longer than most of these kernels take the device.
 
-`replay` goes one step further. Kernels, grids and numbers of a pass depend on shapes, dtypes and
-settings alone. So the first pass of a kind is recorded: its launches, and for every pointer the
+`replay` goes one step further. Kernels, grids and numbers of a pass depend only on shapes, dtypes
+and settings. So the first pass of a kind is recorded: its launches, and for every pointer the
 tensor of the caller or the place in scratch memory that it points to. Later passes only fill in
 addresses.
 """
@@ -168,7 +168,7 @@ def empty_like(x: Tensor) -> Tensor:
 class _Pointer(NamedTuple):
     """An address that a recorded pass uses."""
 
-    region: int  # which tensor of the caller; behind the last, scratch memory
+    region: int  # number of the tensor of the caller; the number after the last is scratch memory
     offset: int  # in bytes
     dtype: torch.dtype
 
@@ -265,7 +265,7 @@ class _Recorder:
                 for region, offset, begin, end in self.spans
                 if begin <= address < end
             ]
-            if len(found) != 1:  # a tensor that was given twice, or not at all
+            if len(found) != 1:  # a tensor that was passed twice, or not at all
                 self.complete = False
                 return
             arguments.append(self.pointers.setdefault(found[0], len(self.pointers)))
@@ -307,7 +307,7 @@ def _again(
 
 
 def _view(tensor: Tensor | None, offset: int, dtype: torch.dtype) -> Tensor:
-    """One element of a tensor's memory, so many bytes behind its first."""
+    """One element of a tensor's memory, `offset` bytes after its first."""
     assert tensor is not None
     begin = tensor.storage_offset() * tensor.element_size() + offset
     view = torch.empty(0, dtype=dtype)

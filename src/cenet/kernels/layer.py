@@ -4,8 +4,8 @@
     backward    reduce x, grad → coefficients_backward (three launches) → dx
 
 Each pass is recorded the first time and replayed afterwards (`launch.replay`). The forward pass
-leaves all that its backward pass needs, besides x, in one tensor, `state`: one tensor is allocated,
-handed through autograd and saved in less time than eight.
+leaves all that its backward pass needs, besides x, in one tensor, `state`. Allocating one tensor,
+passing it through autograd and saving it takes less time than doing so with eight.
 """
 
 from collections.abc import Callable
@@ -79,7 +79,7 @@ def _forward(
 
 
 def measure_batch(call: NormCECall, x: Tensor, saved: Saved) -> Chunks:
-    """The first pass over x, and the launch behind it."""
+    """The first pass over x, and the launch after it."""
     _, _, height, width = x.shape
     gram = call.mode.bd == BATCH
     if passes_over(call) is small_maps:
@@ -192,7 +192,7 @@ def state_size(call: NormCECall) -> int:
 
 
 def empty_state(call: NormCECall) -> Tensor:
-    """Room for `state`."""
+    """An uninitialized `state`."""
     return empty(call.x.device, _known_size(*_dimensions(call)))
 
 
@@ -254,7 +254,7 @@ def run_recorded(
     call: NormCECall,
     run: Callable[[], None],
 ) -> None:
-    """`launch.replay` of one kind of pass; `tensors` are all that it touches."""
+    """`launch.replay` of one kind of pass; `tensors` are all that it reads or writes."""
     if call.blend is not None and call.w1 is None:
         return run()  # 1 − α comes from PyTorch here, not from a kernel that could be replayed
     key = (kind, x.shape, is_channels_last(x), call.units, *call.hashable_constants())

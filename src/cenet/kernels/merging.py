@@ -6,8 +6,8 @@
 
 Every rank packs the statistics of its images into a message and merges the messages of all by
 Chan's formula, in the order of the ranks: the second moments inside the ranks plus those between
-their means. What comes out has the form of what `condense` finds, so the other launches are those
-of a layer that works alone. docs/scaling.md describes the messages.
+their means. The result has the form of the result of `condense`, so the other launches are
+those of a layer that works alone. docs/scaling.md describes the messages.
 
 Backward, a rank splits the gradient of its own loss for the merged statistics into gradients of all
 messages. The collective brings it the sum of those of its own message, and `join` turns that into
@@ -69,8 +69,8 @@ from cenet.kernels.norm import (
 from cenet.kernels.tiles import CENTER, GAMMA, ORIGIN, RSTD, SCALE, ceil_div, load_value
 from cenet.messages import Layout, all_gather, sum_of_own_part
 
-SAMPLES = 64  # that a program of `join` takes
-# parts of a message behind its counts, in the order in which kernels take their places
+SAMPLES = 64  # samples per program of `join`
+# parts of a message after its counts, in the order of the arguments of kernels
 PLACES = ("window_mean", "cov", "mean", "var", "instance_var")
 # places of the counts in a message
 IMAGES = tl.constexpr(0)
@@ -420,7 +420,7 @@ def _join_kernel(
 
 
 def layout_of(call: NormCECall) -> Layout:
-    """The statistics that the ranks tell each other for this call."""
+    """The statistics that the ranks exchange for this call."""
     mode = call.mode
     group_size = call.group_size if mode.bd == BATCH else None
     norm, instance = mode.norm == BATCH, mode.ir == BATCH
@@ -446,7 +446,7 @@ def forward(call: NormCECall, ranks: int, group_name: str) -> tuple[Tensor, Tens
     else:
         message.zero_()
         unpack(state, call).found.values[ORIGIN.value].zero_()
-    if is_collecting():  # ranks need not have the same to compile
+    if is_collecting():  # ranks may have different kernels to compile
         messages = message.new_zeros(ranks * len(message))
     else:
         messages = all_gather(message, ranks, group_name)

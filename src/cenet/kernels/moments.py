@@ -101,10 +101,10 @@ class Chunks(NamedTuple):
 
 
 class Merged(NamedTuple):
-    """Says of a single chunk that it holds means over all ranks instead of sums over this one.
+    """Marks a single chunk that holds means over all ranks instead of sums over this one.
 
-    A kernel takes it for one sample of one pixel, `batch` = L = 1. It is the same on all ranks bit
-    for bit; the numbers here are those in which they differ from it.
+    Kernels treat it as one sample of one pixel, `batch` = L = 1. The chunk is equal on all ranks,
+    bit for bit; the numbers here differ between ranks.
     """
 
     shift: Tensor  # (C,), origin of this rank's instance means, less that of the chunk
@@ -297,7 +297,10 @@ def _centered(
     pivot_ptr, rest_ptr, part, origin, channel, valid, parts, pixels, splits, split_pixels, whole,
     C,
 ):  # fmt: skip
-    """Means of the parts of a chunk, apart from that of the chunk and masked; the latter; weights.
+    """Means of the parts of a chunk, and the mean of the chunk, as distances from `origin`.
+
+    Returns the means of the parts, their distances from the mean of the chunk (masked), the mask,
+    the mean of the chunk, and the weights of the parts.
 
     Neither term of a mean cancels: pivots are values of x, the rest is small.
     """
@@ -400,7 +403,7 @@ def condense(
 
     Args:
         parts: result of the measuring pass.
-        instances: (2, N, C), or (2, 0, C) if nobody wants them.
+        instances: (2, N, C), or (2, 0, C) if they are not needed.
         pixels, windows: of a sample, and those left by pooling.
         split_windows: windows of every split but the last.
         group_size: K.

@@ -5,8 +5,8 @@ statistics. Backward: `collect` sums over a chunk of samples before decorrelatio
 `finish_group` does the rest of a group after it.
 
 Norm and block are one function of x̂. Loss and block depend on γ and x̂ only through γ ⊙ x̂ + β, so
-what batch norm subtracts from the gradient of x̂ is known without another sum over pixels: its mean
-is γ gβ / M, its mean against x̂ is γ gγ / M.
+the terms that batch norm subtracts from the gradient of x̂ need no other sum over pixels: its mean
+is γ gβ / M, and the mean of its product with x̂ is γ gγ / M.
 
 `coefficients` puts these jobs into kernels.
 """

@@ -31,7 +31,7 @@ from cenet.kernels.tiles import (
     transform,
 )
 
-# bytes of shared memory in which three pipeline stages of a tile have to fit, or there is one stage
+# bytes of shared memory: if three pipeline stages of a tile do not fit, there is one stage
 ROOM = 2**16
 # lower bound on rows of windows per split
 LEAST_ROWS = 4

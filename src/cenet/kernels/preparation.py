@@ -2,8 +2,8 @@
 
 Steps are rehearsed on a copy of the network: what they would launch is collected, and nothing is
 launched. Kernels are then loaded from Triton's cache one by one, which is Python code that threads
-would only slow down. From the first one that is not in the cache on, threads compile all of the
-rest at once: Triton's compiler holds Python's lock for a tenth of its time.
+would only slow down. After the first one that is not in the cache, threads compile all of the rest
+at once: Triton's compiler holds Python's lock for only a tenth of its time.
 """
 
 import os
@@ -42,10 +42,10 @@ def prepare(network: nn.Module, *steps: Step, shown: bool = True) -> None:
     other thread may run CE layers.
 
     Args:
-        network: on its GPU; it is not touched.
+        network: the network, on its GPU; it is not changed.
         steps: each is called with a copy of the network, and does with it what training or
             evaluation will do: same shapes, dtypes, layout and mode. CE layers return zeros then.
-        shown: whether to say so, when something has to be compiled.
+        shown: whether to print a line when something has to be compiled.
 
     Example:
         ```python
@@ -97,8 +97,8 @@ def _compile(wanted: dict[Key, Wanted], shown: bool) -> None:
     threads = max(1, min(cores, len(wanted)))
     device = driver.active.get_current_device()  # made here: threads would each make a driver
     for kernel in {id(one.kernel): one.kernel for one in wanted.values()}.values():
-        # and this: threads would see half-made keys of kernels that share a function, and miss them
-        # in the cache
+        # likewise: threads would see incomplete keys of kernels that share a function, and miss
+        # them in the cache
         kernel.cache_key  # noqa: B018
     started = time.perf_counter()
     words = f"compiling kernels for this GPU in {threads} threads; they are kept in "
@@ -110,7 +110,7 @@ def _compile(wanted: dict[Key, Wanted], shown: bool) -> None:
         rest = iter(wanted.items())
         try:
             for key, one in rest:
-                wait([pool.submit(_load, key, one)])  # so that an error is left to the step, too
+                wait([pool.submit(_load, key, one)])  # an error is left to the step, too
                 if counted:
                     break
             wait([pool.submit(_load, key, one) for key, one in rest])

@@ -51,8 +51,8 @@ class _Cut(NamedTuple):
 def _tile(N, C, L, K: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, BC: tl.constexpr, LAST):
     """The part of x a program works on.
 
-    Its number among the programs of its channels, the sample of each row, its channels, the offsets
-    of its tile, and which of them are inside x.
+    Returns its number among the programs of its channels, the sample of each row, its channels, the
+    offsets of its tile, and which of them are inside x.
     """
     blocks = tl.cdiv(C, BC // K * K)
     program = tl.program_id(0)
@@ -83,7 +83,7 @@ def _load_map(
 ):
     """x̂ of a tile, and the map of each of its rows: rstd, γ, β, offset, w, P.
 
-    Without P its place means nothing (not None, which not every release of Triton can return).
+    Without P, its place holds an arbitrary value (not every release of Triton can return None).
     """
     center, rstd, gamma, beta, offset = load_channel_values(values_ptr, channel, valid, C)
     x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)

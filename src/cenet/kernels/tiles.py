@@ -55,7 +55,7 @@ MOST_SPLITS = 128
 FEW_PROGRAMS = 256
 # bytes of shared memory that tiles of 64 channels need
 ROOM_FOR_WIDEST = 96 * 2**10
-# maps of at most so many pixels have kernels of their own: with more, a sample fills a tile
+# maps of at most this many pixels have kernels of their own: with more, a sample fills a tile
 SMALL_MAP = 8
 # distance of a mean from 0, in standard deviations, beyond which x is shifted before products
 FAR = tl.constexpr(16.0)
@@ -71,7 +71,7 @@ class Tile(NamedTuple):
     channels: int
     warps: int
     stages: int
-    programs: int  # samples are split until there are about so many programs
+    programs: int  # samples are split until there are about this many programs
     tiles: int  # lower bound on tiles per split
 
 
@@ -169,7 +169,7 @@ def room_for(x: Tensor) -> int:
 def is_raw(x: Tensor) -> bool:
     """Whether products multiply x itself, in half precision: exact, and summed in float32.
 
-    Otherwise they multiply x − center in float32. So they do where there are few pixels: gradients
+    Otherwise they multiply x − center in float32. That is also the case for few pixels: gradients
     cancel there, and rounding the matrices would show.
     """
     n, _, height, width = x.shape
@@ -225,7 +225,7 @@ def locate(
     begin = row % splits * tiles * BL
     end = tl.minimum(begin + tiles * BL, L)
     if not CHANNELS_LAST:
-        # changes nothing, but tells the compiler how wide masked loads may be
+        # does not change the value, but shows the compiler how wide masked loads may be
         end = end // ALIGN * ALIGN
     return row, tl.cast(row // splits, tl.int64), channel, valid, begin, end
 
@@ -422,8 +422,8 @@ def small_dot(a, b):
 def shift_of(center, rstd, DTYPE: tl.constexpr, RAW: tl.constexpr):
     """The shift that is subtracted from x before products, and center − shift.
 
-    RAW x is exact as it is. Only if it is far from 0 for its spread, it is shifted, as products and
-    constant would cancel; the difference is exact again, because x is near the shift.
+    RAW x is exact as it is. It is shifted only if it is far from 0 for its spread, because products
+    and constant would cancel. The difference is exact again, because x is near the shift.
     """
     if RAW:
         shift = tl.where(tl.abs(center) * rstd > FAR, center, 0.0)
@@ -457,7 +457,8 @@ def unit_of(matrix, DTYPE: tl.constexpr):
 def map_of_x(P, d, rstd, c, left, DTYPE: tl.constexpr, RAW: tl.constexpr, BC: tl.constexpr):
     """(P + Diag(d)) · (x − center) · rstd + c as a map of x − shift; left = center − shift.
 
-    Its matrix in units, in two parts, the first good enough for values; the unit; the constant.
+    Returns the matrix in units, in two parts (the first is exact enough for values), the unit, and
+    the constant.
     """
     exact = (P + diagonal(d, BC)) * rstd[None, :]
     unit = unit_of(exact, DTYPE)
@@ -476,8 +477,8 @@ def load_map(
     """The map of sample n, y = P x̂ + w_n ⊙ (γ ⊙ x̂ + β) + offset, as a map of x − shift.
 
     Returns rstd, the shift, center − shift, and of the map: matrix and its rest (see `map_of_x`),
-    unit and constant. Without P the map is unit · (x − shift) + constant; matrix and rest mean
-    nothing then (not None, which not every release of Triton can return).
+    unit and constant. Without P the map is unit · (x − shift) + constant, and matrix and rest are
+    arbitrary (not every release of Triton can return None).
     """
     center, rstd, gamma, beta, offset = load_channel_values(values_ptr, channel, valid, C)
     w = load_w(w_ptr, n, channel, valid, C, BC)
@@ -505,7 +506,7 @@ def transform(operand, matrix, unit, c, DTYPE: tl.constexpr):
 def add_transposed(total, g, matrix, rest, unit, DTYPE: tl.constexpr):
     """total + unit · matrixᵀ · g, for the rows of a tile.
 
-    In two parts: a gradient with a mean would show the rounding of the matrix.
+    The matrix is used in two parts: a gradient with a mean would show its rounding.
     """
     if tl.float16 == DTYPE:
         product = dot(g, rest, dot(g, matrix))

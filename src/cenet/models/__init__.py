@@ -1,4 +1,4 @@
-"""The networks of the paper. Importing this registers those with CE with timm."""
+"""The networks of the paper. Importing this package registers their CE variants in timm."""
 
 from cenet.extras import require
 

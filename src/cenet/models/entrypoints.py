@@ -13,7 +13,7 @@ from cenet.run_folder import WEIGHTS
 
 
 def _cfg(first_conv: str, classifier: str, **other: Any) -> dict[str, Any]:
-    """The configuration that timm asks for. There are no weights to download."""
+    """The configuration that timm needs. There are no weights to download."""
     return {
         "url": "",
         "num_classes": 1000,
@@ -55,9 +55,9 @@ def _create(name: str, pretrained: bool, kwargs: dict[str, Any], **feature_cfg: 
 
 
 def final_weights(config: Any) -> Any:
-    """A configuration that timm read from a folder; of a run, with the file of its final weights.
+    """A configuration that timm read from a folder; for a run, with its file of final weights.
 
-    timm would take the first file of the folder, which is a checkpoint.
+    Otherwise timm would load the first file of the folder, which is a checkpoint.
     """
     if not isinstance(config, dict) or config.get("source") != "local-dir":
         return config
@@ -85,13 +85,13 @@ def ceresnet101(pretrained: bool = False, **kwargs: Any) -> nn.Module:
 
 @register_model
 def cemobilenetv2_100(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    """MobileNetV2 with CE behind every depthwise convolution."""
+    """MobileNetV2 with CE after every depthwise convolution."""
     return _create("mobilenetv2_100", pretrained, kwargs, feature_cls="getter")
 
 
 @register_model
 def ceshufflenetv2_x0_5(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    """ShuffleNetV2 0.5× with CE behind the last convolution of every unit."""
+    """ShuffleNetV2 0.5× with CE after the last convolution of every unit."""
     return _create(
         "shufflenetv2_x0_5", pretrained, kwargs, feature_cls="getter", out_indices=(0, 1, 2, 3)
     )
@@ -99,7 +99,7 @@ def ceshufflenetv2_x0_5(pretrained: bool = False, **kwargs: Any) -> nn.Module:
 
 @register_model
 def ceshufflenetv2_x1_0(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    """ShuffleNetV2 1× with CE behind the last convolution of every unit."""
+    """ShuffleNetV2 1× with CE after the last convolution of every unit."""
     return _create(
         "shufflenetv2_x1_0", pretrained, kwargs, feature_cls="getter", out_indices=(0, 1, 2, 3)
     )
@@ -107,11 +107,11 @@ def ceshufflenetv2_x1_0(pretrained: bool = False, **kwargs: Any) -> nn.Module:
 
 @register_model
 def cevgg16(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    """VGG-16 for 32×32 images with CE behind every norm."""
+    """VGG-16 for 32×32 images with CE after every norm."""
     return _create("vgg16", pretrained, kwargs, feature_cls="getter")
 
 
 @register_model
 def cevgg6(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    """A small VGG for images of 8×8 pixels and more, with CE behind every norm."""
+    """A small VGG for images of 8×8 pixels and more, with CE after every norm."""
     return _create("vgg6", pretrained, kwargs, feature_cls="getter", out_indices=(0, 1, 2))

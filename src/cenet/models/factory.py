@@ -39,7 +39,7 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 
 
 def _takes_residual(norm: nn.Module, block: Any) -> bool:
-    """Whether nothing stands between the norm and the addition."""
+    """Whether the addition directly follows the norm."""
     return getattr(norm, "takes_residual", False) and block.se is None and block.drop_path is None
 
 
@@ -80,7 +80,7 @@ class Network(NamedTuple):
     build: Callable[..., nn.Module]
     places: str
     stem: str | None = None  # the norm of the stem, if CE goes there too
-    squeeze: Callable[[nn.Module], None] | None = None  # puts squeeze-excite in, if not `build`
+    squeeze: Callable[[nn.Module], None] | None = None  # adds squeeze-excite, if not `build`
     input_size: int = 224
     norm_places: Mapping[str, str] = {}  # by norm: the norms that its own authors replaced
 
@@ -94,7 +94,7 @@ class Network(NamedTuple):
         return () if found is None or self.stem is None else (int(found[1]) - 1, int(found[1]))
 
     def is_place(self, name: str, position: int | None = None) -> bool:
-        """Whether a block goes behind the norm of this name."""
+        """Whether a block follows the norm of this name."""
         pattern = self.places
         if position is not None:
             pattern = re.sub(r"bn\d", f"bn{position}", pattern)
@@ -149,7 +149,7 @@ NETWORKS = {
         "bn1",
         norm_places=_published("bn1"),
     ),
-    # all blocks but those with 2048 channels
+    # all blocks except those with 2048 channels
     "resnet50": Network(
         partial(_resnet, EquilibriumBottleneck, (3, 4, 6, 3)),
         r"layer[123]\.\d+\.bn3",
@@ -179,7 +179,7 @@ NETWORKS = {
     },
     "vgg16": Network(VGG16, r"features\.\d+", squeeze=_squeeze_vgg, input_size=32),
 }
-# not of the paper: for small experiments
+# not in the paper: for small experiments
 SMALL_NETWORKS = {"vgg6": Network(VGG6, r"features\.\d+", squeeze=_squeeze_vgg, input_size=8)}
 
 
@@ -207,8 +207,8 @@ def create_model(
         norm_places: "all" norms of the network, or, for iternorm and sw in ResNets, those that
             were replaced by the "published" code of the norm's own authors (the others stay bn).
         act: relu, elu or leaky_relu, everywhere; by default the network's own.
-        stem: CE behind the stem of ResNets too.
-        ce_position: in ResNets, which convolution of a residual block CE follows (behind its
+        stem: put CE after the stem's norm of ResNets, too.
+        ce_position: in ResNets, which convolution of a residual block CE follows (after its
             norm): 2 or 3 in ResNet-50 and ResNet-101, 1 or 2 in ResNet-18. By default the last.
         start: "identity" lets CE change nothing at first (see `NormCE2d`).
         layer_args: arguments of the CE layers, e.g. {"group_size": 32}.
@@ -252,7 +252,7 @@ def create_model(
 
 
 def _remember(model: Any, name: str, **options: Any) -> None:
-    """Store name and arguments in the network, so that a file can have it built again.
+    """Store name and arguments in the network, so that it can be built again from a file.
 
     Its name in timm's registry and these arguments are what timm's `save_for_hf` writes.
     """

@@ -1,7 +1,7 @@
 """Any network of timm or torchvision with CE inserted, in timm's registry under one name.
 
-`timm.create_model("with_ce", network="resnet34")` is the stock network after `insert_ce_`. A folder
-names it with all its sites, so that timm builds a saved network again.
+`timm.create_model("with_ce", network="resnet34")` is the stock network after `insert_ce_`. A saved
+folder has this name and all sites, so that timm can build the network again.
 """
 
 from collections import OrderedDict
@@ -18,7 +18,7 @@ from cenet.nn import ce_layers
 from cenet.surgery import WITH_CE, Settings, ce_settings, insert_ce_, restore_ce_
 
 default_cfgs = generate_default_cfgs({f"{WITH_CE}.untrained": {"url": "", "num_classes": 1000}})
-# arguments of timm.create_model that load files, which a folder must not ask for
+# arguments of timm.create_model that load files, which a folder must not contain
 LOADING = ("pretrained", "checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
 
 
@@ -36,9 +36,9 @@ def with_ce(
     """A network with CE inserted.
 
     Args:
-        pretrained: weights of a folder; without one, those that timm or torchvision have for the
-            network.
-        pretrained_cfg: timm passes it.
+        pretrained: load the weights of the folder; without a folder, those that timm or torchvision
+            have for the network.
+        pretrained_cfg: passed by timm.
         network: name of a timm model, or torchvision/NAME.
         network_args: its arguments.
         ce: sites and settings of CE, as `cenet.surgery.ce_settings` returns them; by default
@@ -99,7 +99,7 @@ def _build(
 
 
 def complete_(model: Any) -> str | None:
-    """Give a network the numbers of classes and features that those of timm have, in place.
+    """Set `num_classes` and `num_features` of a network, as timm's networks have them, in place.
 
     A classifier that was replaced by hand has another number of classes than the network says.
 

@@ -1,4 +1,4 @@
-"""Networks by name: timm's, ours among them, and torchvision's."""
+"""Networks by name: those of timm, with cenet's own, and those of torchvision."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,7 +9,7 @@ from torch import nn
 from cenet.formatting import nearest
 
 INTERPOLATIONS = ("bilinear", "bicubic", "nearest", "lanczos", "box", "hamming", "random")
-BEYOND = 2**24  # no size, mean or deviation of images is as large
+BEYOND = 2**24  # larger than any size, mean or deviation of images
 
 
 class DownloadError(ValueError):
@@ -137,7 +137,7 @@ def check_image_config(config: Any) -> None:
 def _made(name: str, make: Callable[[], nn.Module], pretrained: bool) -> nn.Module:
     try:
         return make()
-    # no network, no such file, no such argument: each library has its own errors
+    # an unknown network, file or argument: each library has its own errors
     except (OSError, RuntimeError, TypeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         if pretrained:

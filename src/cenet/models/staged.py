@@ -11,7 +11,7 @@ from timm.models import checkpoint
 from torch import Tensor, nn
 from torchvision.models.vgg import cfgs, make_layers
 
-# activations that our kernels can apply
+# activations that the kernels can apply
 ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.ELU)
 
 
@@ -79,7 +79,7 @@ class Staged(nn.Module):
     def _calls(self, names: Iterable[str]) -> list[tuple[str, Callable[[Tensor], Tensor]]]:
         """Calls of modules one after the other, each with the name of the last module it runs.
 
-        A norm that can apply the activation behind it is called together with the activation.
+        A norm that can apply the activation after it is called together with the activation.
         """
         calls: list[tuple[str, Callable[[Tensor], Tensor]]] = []
         for name in names:
@@ -127,7 +127,7 @@ class Staged(nn.Module):
 
 
 def _taken(indices: int | Sequence[int] | None, count: int) -> list[int]:
-    """Which of `count` feature maps are meant: all, the last `indices`, or those listed."""
+    """Indices of the feature maps that are returned: all, the last `indices`, or those listed."""
     indices = count if indices is None else indices
     listed = range(-indices, 0) if isinstance(indices, int) else indices
     if not listed or not all(-count <= index < count for index in listed):

@@ -1,4 +1,4 @@
-"""Layers: CE and its branches, and the wrapper that puts them behind a norm."""
+"""Layers: CE and its branches, and the wrapper that puts them after a norm."""
 
 from cenet.nn.base import EquilibriumLayer, ce_layers, param_groups
 from cenet.nn.equilibrium import (

@@ -69,7 +69,7 @@ def check_images(x: Tensor, channels: int) -> None:
 
 
 def refuse_script(module: nn.Module) -> None:
-    """Raise RuntimeError: torch.jit.script asks a module for a form that it can compile."""
+    """Raise RuntimeError; called when torch.jit.script asks for a form it can compile."""
     raise RuntimeError(
         f"torch.jit.script cannot compile {type(module).__name__}; use torch.export, or "
         "torch.jit.trace(model.eval(), images), which then takes batches of any size"
@@ -130,7 +130,7 @@ class EquilibriumLayer(nn.Module):
         return finish(F.in_layout_of(x, y.to(x.dtype)), act, residual)
 
     def arguments(self) -> dict[str, Any]:
-        """The keyword arguments that build this layer again, but for device and dtype."""
+        """The keyword arguments that build this layer again, except device and dtype."""
         raise NotImplementedError
 
     def branches(self) -> fused.Branches:
@@ -140,7 +140,7 @@ class EquilibriumLayer(nn.Module):
     def measure(
         self, x: Tensor, *, batch: bool, sign: Tensor | None = None
     ) -> tuple[F.Moments, F.Centered]:
-        """Center the images x, and take the moments that `coefficients` will ask for.
+        """Center the images x, and take the moments that `coefficients` needs.
 
         Args:
             x: the images, at least one.
@@ -338,7 +338,7 @@ def is_proxy(x: Any) -> bool:
 
 
 def call_as_leaf(module: nn.Module, x: Any, residual: Any = None, act: Any = None) -> Tensor:
-    """Record `module` as one node of a traced graph, and the activation of the caller behind it.
+    """Record `module` as one node of a traced graph, and after it the activation of the caller.
 
     The forward pass of a CE layer depends on shapes and modes, which a proxy does not have.
     """

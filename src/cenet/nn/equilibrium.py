@@ -49,8 +49,8 @@ class ChannelEquilibrium2d(EquilibriumLayer):
     Shape: (N, C, H, W) -> (N, C, H, W). Training needs H·W > 1; an empty batch passes through.
 
     Numerics: statistics in float32 (float64 for float64 input) under autocast too, biased
-    variances; y has the dtype and memory format of x. A batch with non-finite statistics never
-    enters the running averages.
+    variances; y has the dtype and memory format of x. A batch with non-finite statistics does
+    not enter the running averages.
 
     >>> ce = ChannelEquilibrium2d(64)
     >>> y = torch.relu(ce(nn.BatchNorm2d(64)(torch.randn(8, 64, 14, 14))))
@@ -146,13 +146,13 @@ class ChannelEquilibrium2d(EquilibriumLayer):
         nn.init.zeros_(self.mix_logit)
 
     def extra_repr(self) -> str:
-        """Channels; the branches say the rest."""
+        """Channels; the branches show the other arguments."""
         return f"{self.num_features}" + self.mode_repr()
 
 
 @torch.no_grad()
 def mixing_ratios(network: nn.Module) -> dict[str, float]:
-    """λ of every CE layer, by the name of the layer; they leave the device together."""
+    """λ of every CE layer, by the name of the layer; copied from the device in one transfer."""
     layers = {
         name: layer for name, layer in ce_layers(network) if isinstance(layer, ChannelEquilibrium2d)
     }
@@ -330,8 +330,8 @@ class InstanceReweighting2d(EquilibriumLayer):
         self.eps = eps
         self.momentum = momentum
         self.rd_ratio = rd_ratio
-        # set by the loader of released checkpoints: that code divides by L − 1 and shows the gate
-        # σ̃², not σ̃²/s. Saved with the state
+        # set by the loader of released checkpoints: that code divides by L − 1, and its gate reads
+        # σ̃², not σ̃²/s. Saved in the state dict
         self.released = False
         hidden = max(8, int(rd_ratio * num_features))
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -348,7 +348,7 @@ class InstanceReweighting2d(EquilibriumLayer):
         return {"eps": self.eps, "momentum": self.momentum, "rd_ratio": self.rd_ratio}
 
     def parts(self) -> tuple[tuple[nn.Module, type[nn.Module]], ...]:
-        """The modules of the gate, and what each is unless somebody has replaced it."""
+        """The modules of the gate, and the class of each unless it has been replaced."""
         return (self.fc1, nn.Linear), (self.norm, nn.LayerNorm), (self.fc2, nn.Linear)
 
     @property
@@ -388,7 +388,7 @@ class InstanceReweighting2d(EquilibriumLayer):
     def gated(self, variance: Tensor) -> Tensor:
         """`functional.instance_gate` by this layer's own modules, (N, C) -> (N, C).
 
-        They are called, so that their hooks run, and quantized ones may take their place.
+        The modules are called, so that their hooks run and quantized modules can replace them.
         """
         return _gate(variance, self.fc1, self.norm, self.fc2)
 

@@ -1,4 +1,4 @@
-"""Layers of the deploy form, which `fold_ce` puts in the place of norm, CE and activation."""
+"""Layers of the deploy form, with which `fold_ce` replaces norm, CE and activation."""
 
 from typing import TypeVar
 
@@ -20,7 +20,7 @@ from cenet.nn.norms import is_hooked
 
 Branch = TypeVar("Branch", bound=EquilibriumLayer)
 
-# maps of so many pixels or more: one product per image is faster than one for all images
+# for maps of at least this many pixels, one product per image is faster than one for all images
 ROWS_OF_LARGE_MAPS = 400
 
 

@@ -1,4 +1,4 @@
-"""`NormCE2d`: norm → CE → activation in the place of a norm."""
+"""`NormCE2d`: norm → CE → activation as one module, which replaces a norm."""
 
 from typing import Any, Literal, cast
 
@@ -120,9 +120,9 @@ class NormCE2d(nn.Module):
             return False
         if uses_batch_statistics(norm):
             raise RuntimeError(
-                "a synchronized NormCE2d merges the norm's statistics with those of CE, and cannot "
-                "while norm or ce has hooks, which wait for each to be called; remove the hooks, "
-                "or apply nn.SyncBatchNorm.convert_sync_batchnorm too"
+                "norm or ce has hooks, which would not run: a synchronized NormCE2d merges the "
+                "statistics of both without calling them; remove the hooks, or apply "
+                "nn.SyncBatchNorm.convert_sync_batchnorm too"
             )
         return False
 

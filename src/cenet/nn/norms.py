@@ -19,7 +19,7 @@ BATCH_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)
 # torchvision's and timm's frozen batch norms have no base class to test for, only buffers and this
 # name
 FROZEN_BATCH_NORMS = ("FrozenBatchNorm2d", "FrozenBatchNormAct2d")
-# what a norm works on that CE cannot follow, by the dimensions of its input
+# inputs of norms that CE cannot follow, by their number of dimensions
 INPUTS = {
     2: "vectors (N, C)",
     3: "tokens (N, L, C)",
@@ -38,13 +38,13 @@ def norm_channels(module: nn.Module) -> int | None:
         return int(module.normalized_shape[0])
     if _is_frozen_batch_norm(module):
         return int(module.get_buffer("running_mean").numel())
-    # anybody's norm may say that it is one
+    # norms of other libraries may declare that they are such norms
     declared: Any = module
     return int(declared.num_features) if getattr(module, "is_channel_norm", False) else None
 
 
 def why_no_site(module: nn.Module) -> str | None:
-    """What a norm that CE cannot follow works on; None for those it can, and for other modules."""
+    """The input of a norm that CE cannot follow; None for those it can, and for other modules."""
     if norm_channels(module) is not None:
         return None
     if isinstance(module, (nn.BatchNorm3d, nn.InstanceNorm3d)):
@@ -90,12 +90,12 @@ def uses_batch_statistics(norm: nn.Module) -> bool:
 
 
 def synchronizes(norm: nn.Module) -> bool:
-    """Whether `norm` talks to other ranks, if there are any."""
+    """Whether `norm` merges its statistics with other ranks, if there are any."""
     return isinstance(norm, nn.SyncBatchNorm) and uses_batch_statistics(norm)
 
 
 def ranks_of(norm: Any) -> Ranks | None:
-    """The ranks that a SyncBatchNorm talks to."""
+    """The ranks that a SyncBatchNorm merges."""
     return SyncGroup(norm.process_group).ranks()
 
 
@@ -116,7 +116,7 @@ def affine(
 
     They come from the statistics of the batch, which enter the norm's running statistics as they
     would in its own forward pass (unbiased variance, its momentum), except that a non-finite batch
-    does not; or, without, from the running statistics.
+    does not. If `statistics` is None, they come from the running statistics.
 
     Args:
         norm: a batch norm.

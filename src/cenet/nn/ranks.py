@@ -42,7 +42,7 @@ class SyncGroup:
         return Ranks(group.size(), group.group_name) if group.size() > 1 else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SyncGroup":
-        """Share the group: a copy of the layer talks to the same ranks."""
+        """Share the group: a copy of the layer merges the same ranks."""
         return self
 
     def __reduce__(self) -> tuple[type["SyncGroup"], tuple[()]]:

@@ -23,7 +23,7 @@ def convert_sync_ce(model: nn.Module, process_group: Any = None) -> nn.Module:
 
     Args:
         model: a network with CE.
-        process_group: the ranks to merge, of `torch.distributed.new_group`; None takes all.
+        process_group: the ranks to merge, from `torch.distributed.new_group`; None takes all.
 
     Raises:
         ValueError: the model has no CE layer.
@@ -57,8 +57,8 @@ def revert_sync_ce(model: nn.Module) -> nn.Module:
 def sync_bytes(model: nn.Module) -> int:
     """Bytes that a rank contributes to the all-gathers of one synchronized forward pass.
 
-    Backward, the reduce-scatters return as many. Counted for every CE layer of `model` in training
-    that is not frozen, synchronized already or not, in float32.
+    In the backward pass, the reduce-scatters return as many. Counted in float32, for every CE
+    layer of `model` in training that is not frozen, synchronized already or not.
     """
     joined = {
         module.ce: is_batch_norm(module.norm) and isinstance(module.norm, BATCH_NORMS)

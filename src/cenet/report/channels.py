@@ -29,8 +29,8 @@ def activity_figure(sources: Sequence[Source]) -> Figure | None:
     """Cumulative distribution of the activity of channels relative to their layer."""
     caption = (
         "Share of all channels whose activity is at most a value. Activity is the mean absolute "
-        "activation divided by its mean over the layer. Where a curve crosses the dashed lines, "
-        f"its height is the share of dormant channels: at most {DORMANT:g}, and strictly at most "
+        "activation divided by its mean over the layer. The height of a curve at the dashed lines "
+        f"is the share of dormant channels: at most {DORMANT:g}, and strictly at most "
         f"{DORMANT_STRICT:g}."
     )
     return _cumulative(
@@ -137,7 +137,7 @@ def matrix_figure(sources: Sequence[Source]) -> Figure | None:
         caption += " Grey lines are channels that are constant and have no correlation."
     if means:
         average = {s.name: fmean(means[s.name]) if s.name in means else None for s in sources}
-        caption += f" Mean beside the diagonal over these layers: {compare(average)}."
+        caption += f" Mean off the diagonal over these layers: {compare(average)}."
     return Figure(
         "matrices", "Correlation matrices", caption, tuple(panels),
         _as_table(rows, LAYER, ("channels", "mean |correlation|", "largest"), ("pairs above 0.5",)),
@@ -184,9 +184,9 @@ def map_figure(sources: Sequence[Source]) -> Figure | None:
             for x, value in enumerate(row)
         ]
     caption = (
-        "Length of the vector of all channels after the activation, at every place of the image, "
-        "mean over the images, for layers from early to late. Each map has its own scale, from 0 "
-        "to its largest value: compare places within a map, not the colours of two maps."
+        "ℓ2 norm over the channels after the activation at every position, averaged over the "
+        "images, for layers from early to late. Each map has its own scale, from 0 "
+        "to its largest value: compare positions within a map, not the colours of two maps."
     )
     return Figure(
         "maps", "Magnitude maps", caption, tuple(panels),
@@ -249,7 +249,7 @@ def _ablation_words(curves: Sequence[AblationCurve]) -> str:
     error = max(math.sqrt(p * (1 - p) / max(1, images)) for p in accuracies)
     return (
         f"Top-1 accuracy while channels of {layers} are set to zero, in random order (mean and "
-        f"range of {count(draws, 'draw')}) and from the least important on. Measured on "
+        f"range of {count(draws, 'draw')}) and in order of increasing importance. Measured on "
         f"{count(images, 'image')}: the binomial standard error of a point is at most "
         f"{show(error, 'percent', brief=True)}. A curve that stays high says that the network "
         "does not rely on particular channels of this layer, because they are redundant or "
@@ -283,11 +283,11 @@ def importance_figure(sources: Sequence[Source]) -> Figure | None:
     ginis: dict[str, float | None] = dict.fromkeys(runs)
     ginis |= {name: one.gini for _, name, one in found}
     caption = (
-        "How far the predicted classes move when one channel of "
+        "Change of the predicted class probabilities when one channel of "
         f"{_listed(one.layer for _, _, one in found)} is set to zero: Kullback-Leibler divergence, "
         f"mean over {count(min(one.images for _, _, one in found), 'image')}, with a band of two "
-        "standard errors. The Gini coefficient is 0 when all channels matter the same and 1 when "
-        f"one matters alone: {compare(ginis)}."
+        "standard errors. The Gini coefficient is 0 if all channels matter equally and 1 if "
+        f"a single one matters: {compare(ginis)}."
     )
     heads = ("channels", "Gini", "largest", "median", "smallest")
     return Figure(

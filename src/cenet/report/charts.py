@@ -42,7 +42,7 @@ WIDTH, PLOT = 440, 190  # units; about pixels
 LEFT, RIGHT, BOTTOM = 56, 24, 52
 LINE = 18  # height of a line of text
 LETTER = 8.2  # width of a letter, at most
-NAME, NAMES = 14, 20  # letters of a name at an axis, and how many names have room
+NAME, NAMES = 14, 20  # letters of a name at an axis, and the largest number of names
 MANY = 60  # points; with more, only some carry a mark
 MAP, BAR = 200, 260
 PIXELS = "image-rendering:pixelated"
@@ -146,12 +146,12 @@ def nice_step(least: float) -> float:
 
 
 def around(title: str, values: list[float], kind: Kind = "number", *, zero: bool = False) -> Axis:
-    """An axis with room for all values, between round numbers; from 0 if asked for."""
+    """An axis that spans all values, between round numbers; with `zero`, it starts at 0."""
     low, high = min(values, default=0.0), max(values, default=1.0)
     if zero:
         low, high = min(low, 0.0), max(high, 0.0)
     largest = max(abs(low), abs(high))
-    if high - low < max(1e-4 * largest, 1e-12):  # numbers at the axis would read the same
+    if high - low < max(1e-4 * largest, 1e-12):  # the labels of the axis would all be equal
         high += largest if largest > 1e-6 else 1.0
     step = nice_step((high - low) / 5)
     return Axis(
@@ -341,7 +341,7 @@ class _Frame:
         Tree.SubElement(self.root, "path", {"class": "rule", "d": line})
 
     def names(self) -> None:
-        """Names below the axis of x, as many as have room; upright unless they are short."""
+        """Names below the axis of x, as many as fit; rotated unless they are short."""
         texts = _abbreviated(self.x.names)
         for place in range(0, len(texts), -(-len(texts) // NAMES)):
             across, _ = self.point(place + 1, self.y.low)
@@ -355,7 +355,7 @@ class _Frame:
             Tree.SubElement(label, "title").text = self.x.names[place]
 
     def flat(self) -> bool:
-        """Whether all names have room beside each other."""
+        """Whether all names fit beside each other."""
         return self.unit() >= LETTER * (1 + _longest(self.x.names))
 
     def numbers(self) -> None:
@@ -418,7 +418,7 @@ def _longest(names: Sequence[str]) -> int:
 
 
 def _legend_rows(names: Sequence[tuple[Series, str]]) -> list[list[tuple[float, Series, str]]]:
-    """Names in as many lines as they need."""
+    """Names in lines of the legend, as many lines as they need."""
     rows: list[list[tuple[float, Series, str]]] = [[]] if names else []
     left = 4.0
     for item, name in names:

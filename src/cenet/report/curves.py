@@ -126,8 +126,8 @@ def _watched(
     first = unknown | {runs[run]: next(iter(curve.values())) for run, curve in curves.items()}
     last = unknown | {runs[run]: list(curve.values())[-1] for run, curve in curves.items()}
     caption = (
-        f"{words}, in the batches of training. At the first look: {compare(first, kind)}; "
-        f"at the last: {compare(last, kind)}."
+        f"{words}, in training batches. First measurement: {compare(first, kind)}; "
+        f"last: {compare(last, kind)}."
     )
     columns = [Column("update", "number"), *(Column(runs[run], kind, run) for run in curves)]
     rows = tuple((step, *(curve.get(step) for curve in curves.values())) for step in steps)

@@ -133,7 +133,7 @@ class Section:
     def unpaired(self) -> frozenset[str]:
         """Keys of the narrow figures that have no narrow one beside them."""
         found: list[str] = []
-        waiting = False  # whether the last one is a narrow figure that needs a neighbour
+        waiting = False  # whether the last figure is narrow and has no neighbour yet
         for figure in self.figures:
             if figure.narrow and not waiting:
                 found.append(figure.key)

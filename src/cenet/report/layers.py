@@ -16,7 +16,8 @@ Measured = tuple[str, Kind, Measure]
 NONE = "none in any layer"
 SCALE = (
     "It depends on the scale of the layer: multiplying its output by a constant and dividing the "
-    "weights that read it changes this figure, and nothing that the network computes."
+    "weights that read it by the same constant changes this figure, but not what the network "
+    "computes."
 )
 
 
@@ -29,7 +30,7 @@ def dormant_figure(sources: Sequence[Source]) -> Figure | None:
     )
     if undecided:
         caption += (
-            f" That limit is within two standard errors of {count(undecided, 'channel')}: more "
+            f" For {count(undecided, 'channel')} that limit is within two standard errors; more "
             "images would decide."
         )
     return _by_layer(
@@ -123,8 +124,8 @@ def spectrum_figure(sources: Sequence[Source]) -> Figure | None:
     means = {source.name: _mean(map(_spread, source.layers)) for source in sources}
     caption = (
         "Eigenvalues of the decorrelating matrix W of every layer with CE: from the smallest to "
-        "the largest, with a mark at the median. How far apart they are is how much W "
-        "decorrelates: equal eigenvalues only rescale, at whatever height. The largest belong to "
+        "the largest, with a mark at the median. Their spread shows how much W "
+        "decorrelates: equal eigenvalues only rescale, whatever their size. The largest belong to "
         "directions in which channels vary little."
     )
     if _any(means):

@@ -26,10 +26,10 @@ from cenet.version import VERSION
 
 LOOKS = (
     "Grad-CAM: red marks the evidence for the class that the caption names. Where prediction and "
-    "label differ, it says for which of them."
+    "label differ, the caption says which of them is explained."
 )
 NOT_DIAGNOSED = (
-    "has no diagnosis, so that the page says nothing about its channels; `cenet diagnose RUN` "
+    "has no diagnosis, so the page shows nothing about its channels; `cenet diagnose RUN` "
     "measures them"
 )
 THEME = """const root = document.documentElement, button = document.getElementById("theme");
@@ -80,7 +80,7 @@ def write_diagnosis_page(diagnosis: Diagnosis | Path | str, out_path: Path | str
 
 
 def write_diagnosis(diagnosis: Diagnosis, folder: Path) -> tuple[Path, Path]:
-    """Write diagnosis.json and diagnosis.html into a folder, old ones replaced by both or none."""
+    """Write diagnosis.json and diagnosis.html into a folder: either both are replaced, or none."""
     file, page = folder / FILE, page_path(folder / "diagnosis.html")
     save_page(
         build_page([from_diagnosis(diagnosis)], kind="cenet diagnose"), page,
@@ -96,27 +96,27 @@ def build_page(
     lead: Sequence[str] = (),
     kind: str = "cenet report",
 ) -> Page:
-    """All sections for which the sources have numbers."""
+    """Build the page, with all sections for which the sources have numbers."""
     drawn = [
-        ("channels", "What channels do", (
+        ("channels", "Channels", (
             layers.dormant_figure, channels.activity_figure, layers.participation_figure,
             layers.correlation_figure, channels.contribution_figure, layers.gamma_figure,
             channels.matrix_figure, layers.inhibited_figure,
         )),
-        ("ablation", "What can be lost", (channels.ablation_figure, channels.importance_figure)),
+        ("ablation", "Ablation", (channels.ablation_figure, channels.importance_figure)),
         ("equilibrium", "Inside CE", (layers.lambda_figure, layers.spectrum_figure)),
-        ("maps", "Where layers respond", (channels.map_figure,)),
+        ("maps", "Magnitude maps", (channels.map_figure,)),
     ]  # fmt: skip
     said = {"ablation": channels.removal_words(sources)}
     sections = [Section("training", "Training", tuple(training_figures(sources)))]
-    sections.append(Section("watched", "While it trained", tuple(watched_figures(sources))))
+    sections.append(Section("watched", "During training", tuple(watched_figures(sources))))
     for key, heading, makers in drawn:
         figures = (make(sources) for make in makers)
         shown = tuple(figure for figure in figures if figure)
         sections.append(Section(key, heading, shown, words=said.get(key, "")))
     looks = tables.pictures(sources)
     sections += [
-        Section("gradcam", "Where the network looks", pictures=looks, words=LOOKS if looks else ""),
+        Section("gradcam", "Grad-CAM", pictures=looks, words=LOOKS if looks else ""),
         tables.layers(sources),
         tables.skipped(sources),
         tables.differing(sources, "recipe"),
@@ -162,7 +162,7 @@ def page_path(out: Path | str) -> Path:
 
 
 def save_page(page: Page, path: Path, beside: Mapping[Path, bytes] | None = None) -> Path:
-    """Write a page, its figures, and other files beside it; old ones are replaced by all or none.
+    """Write a page, its figures, and other files beside it: either all are replaced, or none.
 
     The page comes last, so that an existing page is complete.
     """

@@ -12,7 +12,7 @@ from cenet.files import read_json
 from cenet.run_folder import ABOUT, CHANNELS, METRICS, read_metrics
 
 WATCHED = ("dormant_ratio", "participation_share", "correlation")
-MOST = 8  # runs on a page, as many as there are colours
+MOST = 8  # runs on a page: the number of colours
 # columns of metrics that may be missing
 COLUMNS = tuple(f"{part}_{name}" for part in ("train", "test") for name in ("loss", "top1"))
 

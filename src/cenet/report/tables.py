@@ -19,9 +19,9 @@ from cenet.report.sources import Source
 PICTURES = 8  # Grad-CAMs shown of each run
 SMALLEST = 32  # side of an image in which Grad-CAM shows something
 LONGEST = 14  # letters of a checkpoint
-SKIPPED = "These files could not be read as images and are not in any number above."
+SKIPPED = "These files could not be read as images, and all numbers above are without them."
 LAYERS = (
-    "Channels are counted. Rare: they fire in less than 1 % of the images. Dims / ch.: effective "
+    "Numbers of channels. Rare: they fire in less than 1 % of the images. Dims / ch.: effective "
     "dimensions (participation ratio) / channels. Corr.: mean absolute correlation of two "
     "channels. CE: in place, or a site where insert_ce_ would put it by default."
 )
@@ -100,7 +100,7 @@ def facts(sources: Sequence[Source]) -> tuple[Fact, ...]:
     ]  # fmt: skip
     trained, measured = rows[0], rows[1]
     if trained is not None and measured is not None and trained.values == measured.values:
-        rows[0] = None  # the same images, said once
+        rows[0] = None  # the same images, so one row is enough
     return tuple(row for row in rows if row is not None)
 
 

@@ -38,7 +38,7 @@ def check_size(network: nn.Module, recipe: Recipe, inputs: InputSpec) -> None:
             logits = shadow(torch.empty(2, inputs.channels, size, size, device="meta"))
     # timm's networks of fixed size have assertions
     except (ValueError, RuntimeError, AssertionError) as error:
-        reason = str(error).partition("; ")[0]  # what follows is advice for users of Python
+        reason = str(error).partition("; ")[0]  # the rest is advice for users of the Python API
         raise ValueError(
             f"{recipe.network} cannot train on images of {size}×{size}: {reason}; "
             f"{'change' if recipe.stock else 'raise'} --image-size"

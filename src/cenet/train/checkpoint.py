@@ -45,12 +45,12 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]
     Args:
         path: the file.
         tensors: by name; on the CPU, dense, and no two in the same memory.
-        metadata: everything else, in types that JSON has.
+        metadata: everything else, in types of JSON.
     """
     text = json.dumps(metadata, allow_nan=True, sort_keys=True)
     header = {"facts": text, "digest": digest(tensors, text)}
     with replacing(path) as room:
-        # it does not hold Python's lock, and makes temporary files beside the one it writes
+        # this does not hold Python's lock; its temporary files are beside the one it writes
         save_file(dict(tensors), room / path.name, header)
 
 
@@ -83,7 +83,7 @@ def checkpoint_path(folder: Path, updates: int) -> Path:
 
 
 def forget_old(folder: Path) -> None:
-    """Remove all but the newest checkpoints, and whatever a killed process left half written."""
+    """Remove all but the newest checkpoints, and files that a killed process left half written."""
     for path in checkpoints(folder)[KEPT:]:
         path.unlink(missing_ok=True)
     for path in folder.glob(".step-*"):
@@ -104,7 +104,7 @@ def newest(folder: Path) -> tuple[Path, Tensors, Metadata, list[str]] | None:
             problems.append(str(error))
     if problems:
         raise DamagedCheckpoint(
-            f"{'; '.join(problems)}. None is whole: start anew in another --out"
+            f"{'; '.join(problems)}. None is intact: start again in another --out"
         )
     return None
 
@@ -126,7 +126,7 @@ def with_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:
 
 
 def module_state(module: nn.Module) -> Tensors:
-    """The state dict of a module that has tensors only."""
+    """The state dict of a module, whose values are all tensors."""
     return dict(module.state_dict())
 
 
@@ -228,7 +228,7 @@ class Staging:
     def take(self, tensors: Mapping[str, Tensor]) -> Callable[[], Tensors]:
         """Copy the tensors as they are now; the function waits for the copies and returns them.
 
-        Copies are dense and share no memory. Those of a GPU hold until the next call of `take`.
+        Copies are dense and share no memory. Those of a GPU are valid until the next `take`.
         """
         here = {name: value.detach() for name, value in tensors.items() if not value.is_cuda}
         there = {name: value.detach() for name, value in tensors.items() if value.is_cuda}
@@ -303,7 +303,7 @@ class BackgroundWriter:
         self._job = self._thread.submit(job)
 
     def look(self) -> None:
-        """Raise the error of a job that has failed; do not wait for a job that is running."""
+        """Raise the error of a failed job, without waiting for one that is running."""
         if self._job is not None and self._job.done():
             self.wait()
 

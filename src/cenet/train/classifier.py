@@ -77,9 +77,9 @@ class Trainer(Loop):
             options: how the recipe runs.
             processes: rank, number and device of the processes.
             weights: weights to start from; see `load_initial_weights_`.
-            pretrained: start from those of timm or torchvision.
-            beginning: what a stock network starts from; by default the statistics of the training
-                images, and CE at the default sites.
+            pretrained: start from the weights of timm or torchvision.
+            beginning: images and CE of a stock network; by default normalized by the statistics of
+                the training images, and CE at the default sites.
         """
         device = processes.device
         if options.cuda_graphs and (found := capture_problem(recipe, device, processes.world)):

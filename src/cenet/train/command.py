@@ -38,7 +38,7 @@ def parse(arguments: list[str]) -> Job:
     name, *rest = arguments or [""]
     asked = [argument.partition("=")[0] for argument in rest]
     if name == STOCK and not {"--model", "--network", "-h", "--help"} & {*asked}:
-        raise SystemExit(f"{name} needs a network: --model NAME, of timm, or torchvision/NAME")
+        raise SystemExit(f"{name} needs a network: --model NAME, a timm model or torchvision/NAME")
     return parse_job(
         arguments,
         lambda name: Job(find_recipe(name), Options(Path("runs") / name)),
@@ -55,7 +55,7 @@ def parse_job(
     """Parse RECIPE [--field value ...] into the default job of the recipe with fields changed.
 
     Args:
-        arguments: arguments behind the command.
+        arguments: arguments after the command.
         default: makes the default job of a recipe; ValueError if there is no such recipe.
         command: the words before the recipe, for the usage line.
         recipes: the available recipes in words, for the usage line.
@@ -95,7 +95,7 @@ def results_in_words(results: Mapping[str, Any], images: str = "test") -> str:
         "test_top5": lambda value: f"top-5 {percent(value, '.2f')}",
         "test_loss": lambda value: f"loss {value:.4f}",
     }
-    # a row of another version may have others
+    # a row of another version may lack some
     known = [
         words(results[name])
         for name, words in columns.items()

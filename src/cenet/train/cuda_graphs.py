@@ -54,9 +54,9 @@ class GraphedFunction:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Collect no garbage meanwhile.
+    """Switch the garbage collector off inside this context.
 
-    Garbage of an earlier run holds its graphs, and to destroy one makes the capture of another fail
+    Garbage of an earlier run holds its graphs, and destroying one makes the capture of another fail
     (CUDNN_STATUS_BAD_PARAM_STREAM_MISMATCH, cudaErrorStreamCaptureInvalidated).
     """
     enabled = gc.isenabled()
@@ -84,7 +84,7 @@ def capture_problem(recipe: Recipe, device: torch.device, world: int) -> str | N
     if device.type != "cuda":
         return f"--cuda-graphs needs a GPU, and this run is on {device.type}; remove it"
     if recipe.precision == "float16":
-        return "--cuda-graphs cannot skip steps as float16 needs it; use --precision bfloat16"
+        return "--cuda-graphs cannot skip steps, which float16 needs; use --precision bfloat16"
     if not options_of_graphs(recipe.opt):
         return (
             f"--cuda-graphs cannot hold --opt {recipe.opt}, whose state is on the host; use "

@@ -34,17 +34,18 @@ SMALL = 32  # pixels
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe with the folders and the device of a run.
+    """Settings of a training run: its recipe, folders and device.
 
     Attributes:
-        recipe: settings that decide what the network learns; each changes numbers.
-        options: where and how the run is executed; none changes a number by more than rounding.
+        recipe: settings that decide what the network learns; each of them changes the results.
+        options: where and how the run is executed; results change by rounding only, except by the
+            pixels that a GPU decodes (--decode).
         data: folder of the images: train/CLASS/* and test/CLASS/* (or val), train-*.tar and
             test-*.tar of WebDataset, train-*.parquet and test-*.parquet of the Hugging Face hub,
             or CIFAR-10 as torchvision stores it. The digits are built in.
         weights: weights to start from instead of random ones: the folder of a finished run or of
-            `cenet.save`, or a .safetensors or .pth file. They may be without CE, and of other
-            classes. A run that is resumed continues from its own checkpoint.
+            `cenet.save`, or a .safetensors or .pth file. They may be those of a network without CE
+            or with other classes. A run that is resumed continues from its own checkpoint.
         pretrained: with a stock network (the recipe finetune), start from the weights that timm or
             torchvision have for it, which are downloaded.
         device: cpu, cuda, or auto for cuda where there is one.
@@ -76,7 +77,7 @@ def train(job: Job, clock: Clock | None = None) -> dict[str, Any]:
     job, beginning = _settled(job)
 
     def build(own: distributed.Processes) -> "Loop":
-        # libraries take seconds to import, in which images are read and the GPU is started
+        # libraries take seconds to import; meanwhile images are read and the GPU is started
         with ThreadPoolExecutor(2) as beside:
             reading = beside.submit(load, job.recipe, job.data)
             has_ce = job.recipe.block not in ("plain", "se")
@@ -107,7 +108,7 @@ def _goes_on(job: Job) -> bool:
 
 
 def _settled(job: Job) -> "tuple[Job, Beginning | None]":
-    """The job with the image size of its network, unless it has its own, and what that says.
+    """The job with an image size, and the `Beginning` of a stock network.
 
     Raises:
         ValueError: weights that exclude each other, or no such network.
@@ -130,18 +131,18 @@ def _settled(job: Job) -> "tuple[Job, Beginning | None]":
 
 
 def _first_words(trainer: "Trainer", *, is_new: bool) -> Iterator[str]:
-    """What a run begins with, in words."""
+    """Lines about the start of a run: weights, images, learning rate."""
     recipe, inputs = trainer.recipe, trainer.inputs
     if trainer.initial is not None:
         yield str(trainer.initial)
     elif recipe.stock and is_new:
         yield (
-            f"{recipe.network} begins with random weights; --pretrained or --weights FILE for "
+            f"{recipe.network} starts from random weights; --pretrained or --weights FILE gives "
             "trained ones"
         )
         if recipe.ce_start == "identity" and recipe.block != "plain":
             yield (
-                "CE that starts as the identity hardly moves in a network of random weights; use "
+                "CE that starts as the identity hardly moves in a network with random weights; use "
                 "--ce-start paper to train from scratch"
             )
     if recipe.stock:
@@ -152,8 +153,8 @@ def _first_words(trainer: "Trainer", *, is_new: bool) -> Iterator[str]:
         images = recipe.batch_size * recipe.accumulate * trainer.processes.world
         yield (
             f"learning rate {recipe.lr * images / recipe.lr_batch:g} after the warm-up "
-            f"({recipe.lr:g} × {images} images of an update / {recipe.lr_batch}), "
-            f"{trainer.updates_per_epoch} updates an epoch"
+            f"({recipe.lr:g} × {images} images per update / {recipe.lr_batch}), "
+            f"{trainer.updates_per_epoch} updates per epoch"
         )
 
 
@@ -190,7 +191,7 @@ def run_loop(
 def _run(
     loop: "Loop", options: RunOptions, own: distributed.Processes, clock: Clock
 ) -> dict[str, Any]:
-    """Resume a loop if asked to, and run it; in a function that lets go of it at its end."""
+    """Resume a loop if asked to, and run it; a function, so that no reference to it remains."""
     loop.clock = clock
     if options.resume == "auto":
         said = loop.resume()
@@ -224,7 +225,7 @@ def _check_folder(options: RunOptions) -> None:
     check_is_folder(out)
     if options.resume == "never" and checkpoint.checkpoints(out):
         raise ValueError(
-            f"{out} holds a run already; go on with it by --resume auto, or choose another --out"
+            f"{out} holds a run already; continue it with --resume auto, or choose another --out"
         )
 
 
@@ -258,7 +259,7 @@ def evaluate_run(
         data: as in `Job`; training images are needed for `recalibrate` only.
         device: as in `Job`.
         recalibrate: number of training batches from which to estimate the running statistics of
-            batch norm and CE first. Averaged weights need it.
+            batch norm and CE again before the test. Averaged weights need it.
         save: file for the recalibrated weights, NAME.safetensors.
     """
     if save is not None and recalibrate == 0:

@@ -221,7 +221,7 @@ class Loop(RunState, ABC):
         return self.recipe.batch_size * self.processes.world
 
     def _tell_start(self) -> None:
-        """End the start of the run after its first step, and print how long it took."""
+        """Print how long the start of the run took, up to the end of its first step."""
         if self.processes.device.type == "cuda":
             torch.cuda.synchronize()
         self.clock.enter(TRAINING)

@@ -10,25 +10,26 @@ Service = Literal["wandb", "mlflow"]
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Options for running any recipe; none changes a number by more than rounding.
+    """Options for running any recipe; they change results by rounding only.
 
     Attributes:
         out: folder of the run.
-        resume: auto continues from the newest undamaged checkpoint in `out`; never refuses a folder
-            that has one.
+        resume: auto continues from the newest undamaged checkpoint in `out`; never refuses to start
+            in a folder that has one.
         workers: processes that read and decode image files.
         channels_last: memory layout of images and weights.
         checkpoint_every: updates between checkpoints; 0 writes one after each epoch only.
-        checkpoint_seconds: seconds between checkpoints: after an epoch none is written before that
-            time has passed, and in the middle of an epoch one is as soon as it has; 0 writes one
-            after each epoch.
-        log_every: updates between looks at the loss on a GPU, which wait for the step: it must be
-            finite, and a terminal shows it. On a CPU every update is looked at.
-        threads: CPU threads; by default torch's own number, or 1 for images of fewer than 32
+        checkpoint_seconds: seconds between checkpoints. One is written as soon as this time has
+            passed, also in the middle of an epoch, and none at the end of an epoch before that; 0
+            writes one after each epoch.
+        log_every: updates between checks of the loss on a GPU, each of which waits for the step. A
+            loss that is not finite ends the run, and a terminal shows the loss. On a CPU every
+            update is checked.
+        threads: CPU threads; by default torch's own number, or 1 for images smaller than 32×32
             pixels, where threads would mostly wait for each other. On a machine that others use, 1
             may be many times faster.
-        log_to: send the metrics to Weights & Biases or MLflow, too. TensorBoard's files are always
-            written where it is installed.
+        log_to: also send the metrics to Weights & Biases or MLflow. Files for TensorBoard are
+            always written where it is installed.
     """
 
     out: Path
@@ -87,4 +88,4 @@ class Options(RunOptions):
         if self.monitor_every < 0:
             raise ValueError(f"monitor_every={self.monitor_every} must be at least 0")
         if self.monitor_every and self.cuda_graphs:
-            raise ValueError("--monitor-every cannot look into --cuda-graphs; remove one of them")
+            raise ValueError("--monitor-every does not work with --cuda-graphs; remove one of them")

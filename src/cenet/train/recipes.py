@@ -55,21 +55,21 @@ class TrainingRecipe:
             number of images per update.
         lr_batch: number of images per update that `lr` is given for.
         opt: optimizer, by its name in timm: adamw, lamb, … momentum is SGD with momentum; timm's
-            sgd and nesterov are SGD with Nesterov's.
+            sgd and nesterov are SGD with Nesterov momentum.
         momentum: momentum of the optimizers that have one, SGD among them.
-        weight_decay: applied to every parameter except λ and α. Norms are included, because decayed
-            γ are what inhibits channels.
+        weight_decay: weight decay of every parameter except λ and α. Norms are included, because
+            decay of their γ is what inhibits channels.
         decay_norms: apply weight decay to norms and biases too.
-        schedule: course of the learning rate after the warm-up. step follows `milestones`; cosine,
-            poly and tanh fall to 0; wsd stays for 80 % of the updates and falls in the rest; rsqrt
-            falls with the square root of time; constant stays.
-        milestones: epochs after which the step schedule multiplies by `gamma`.
+        schedule: learning rate after the warm-up. step follows `milestones`; cosine, poly and tanh
+            fall to 0; wsd is constant for 80 % of the updates and then falls; rsqrt falls with the
+            square root of time; constant does not change.
+        milestones: epochs after which the step schedule multiplies the learning rate by `gamma`.
         gamma: factor of the step schedule.
         power: exponent of the poly schedule.
         warmup_epochs: epochs in which the learning rate grows linearly from 0.
         clip_grad: largest norm of the gradient, 0 for no limit.
         precision: precision of autocast.
-        seed: seed of everything random.
+        seed: seed of all random numbers.
     """
 
     # the command that runs recipes of this class
@@ -141,7 +141,7 @@ class TrainingRecipe:
                         limits = f"at least {least}" + ("" if finite else ", and finite")
                     problems.append(f"{name}={value!r:.40} must be {limits}")
         if list(self.milestones) != sorted(set(self.milestones)) or min(self.milestones or [1]) < 1:
-            problems.append(f"milestones={self.milestones!r} must be epochs in growing order")
+            problems.append(f"milestones={self.milestones!r} must be epochs in increasing order")
         return problems
 
     def _wrong_optimizer(self) -> list[str]:
@@ -216,7 +216,7 @@ KINDS = {int: "a whole number (int)", float: "a number (float)", str: "text", bo
 def _is_of(value: Any, kind: Any) -> bool:
     """Whether a value is of the annotated type; whole numbers are numbers, too."""
     origin, parts = get_origin(kind), get_args(kind)
-    if origin is Literal:  # which of its names, `_wrong_choices` checks
+    if origin is Literal:  # `_wrong_choices` checks which of the names
         return isinstance(value, str)
     if origin is Annotated:
         return _is_of(value, parts[0])
@@ -269,9 +269,10 @@ class Recipe(TrainingRecipe):
         network: resnet18, resnet50, resnet101, mobilenetv2_100, shufflenetv2_x0_5,
             shufflenetv2_x1_0, vgg16 or vgg6. With `stock` any classifier: the name of a timm model,
             or torchvision/NAME.
-        stock: the network as timm or torchvision has it, and CE where `insert_ce_` puts it by
+        stock: use the network as timm or torchvision has it, with CE where `insert_ce_` puts it by
             default, instead of a network of the paper with CE at the paper's places.
-        block: layer behind the norms at these places; plain for none. se is for the paper's.
+        block: layer after the norms at these places: ce, one of its branches alone (bd or ir), or
+            none (plain). se puts squeeze-excite into networks of the paper instead.
         ce_position: which convolution of a residual block CE follows, in ResNets: 2 or 3 of a
             bottleneck's three, 1 or 2 of a basic block's two. None is the last, as in the paper.
         rd_ratio: hidden width of CE's gate, as a share of the channels.
@@ -281,8 +282,8 @@ class Recipe(TrainingRecipe):
         norm_places: all norms, or those that the published code of IterNorm and switchable
             whitening replaces in ResNets; the others stay batch norms.
         act: kind of all activations; default keeps those of the network.
-        dataset: imagenet, tinyimagenet and cifar10 are folders you bring, and so is folder, for any
-            other images; digits is built in.
+        dataset: imagenet, tinyimagenet, cifar10, or folder for any other images, which are read
+            from --data; digits is built in.
         image_size: height and width of the images. With `stock`, 0 is the size that the weights
             were trained for.
         label_smoothing: label smoothing of the loss.
@@ -331,7 +332,7 @@ class Recipe(TrainingRecipe):
 
     @override
     def choices(self) -> dict[str, tuple[str, ...]]:
-        # whether a stock network exists is asked when it is built: importing timm takes seconds
+        # whether a stock network exists is checked when it is built: importing timm takes seconds
         return super().choices() | ({} if self.stock else {"network": NETWORK_NAMES})
 
     def _wrong_numbers(self) -> list[str]:
@@ -339,7 +340,7 @@ class Recipe(TrainingRecipe):
         if self.stock:
             problems += [
                 f"{name}={getattr(self, name)} is for the networks of the paper; {self.network} of "
-                "timm or torchvision stays as it is, but for CE"
+                "timm or torchvision stays as it is, except for CE"
                 for name in ("norm", "norm_places", "act", "ce_position")
                 if getattr(self, name) != self.defaults()[name]
             ]

@@ -22,7 +22,7 @@ TIMES = ("seconds", "images_per_second")
 class RunLog:
     """Rows of metrics, one per epoch, in JSON lines, CSV and (if installed) TensorBoard.
 
-    With `service`, they go to Weights & Biases or MLflow, too.
+    With `service`, they are also sent to Weights & Biases or MLflow.
     """
 
     def __init__(self, folder: Path, service: Service | None = None) -> None:
@@ -53,7 +53,7 @@ class RunLog:
         """Write run.json, and remove rows that the run will write again.
 
         Args:
-            recipe, inputs, environment, tested_on: as their names say, for run.json.
+            recipe, inputs, environment, tested_on: content of run.json.
             after: number of finished epochs; rows of later epochs are removed.
             updates: number of finished updates; later rows of channels.csv are removed.
         """
@@ -91,7 +91,7 @@ class RunLog:
         self._tensorboard = SummaryWriter(str(events), purge_step=after + 1)
 
     def _begin_tracking(self, service: Service) -> None:
-        """Begin a run at a service, or go on with that of an earlier start; keep its id."""
+        """Begin a run at a service, or continue that of an earlier start; keep its id."""
         from cenet.train.trackers import begin
 
         known = self._about.setdefault("tracked", {})
@@ -113,7 +113,7 @@ class RunLog:
                 self._tracker.add(numbers, row["epoch"])
             except Exception as error:  # of the service; a run must not end because of it
                 print(
-                    f"{self.service} does not take the numbers of epoch {row['epoch']} any more: "
+                    f"{self.service} failed and gets no numbers from epoch {row['epoch']} on: "
                     f"{error!r}; they are in {self.folder / METRICS}"
                 )
                 self._tracker = None
@@ -136,7 +136,7 @@ class RunLog:
             return
         with path.open(newline="") as file:
             rows = csv.DictReader(file)
-            # of other versions; `add_channels` writes no cells for those that it does not know
+            # columns of other versions, for which `add_channels` writes no cells
             others = [name for name in rows.fieldnames or () if name not in FIELDS]
             kept = [row for row in rows if _step(row, path) < updates]
         text = io.StringIO()

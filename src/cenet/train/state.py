@@ -70,7 +70,7 @@ class RunState:
         """Build optimizer and schedule for `network`, which is on the device of this process.
 
         Args:
-            recipe, network, options, processes: as their names say.
+            recipe, network, options, processes: those of the run.
             inputs: the input spec of the network.
             images: number of training images.
             data: a digest of images and labels.
@@ -160,7 +160,7 @@ class RunState:
         """Load the newest undamaged checkpoint; return a message, or None without a checkpoint.
 
         Raises:
-            ValueError: all checkpoints are damaged, or it is of another recipe or other data.
+            ValueError: all checkpoints are damaged, or the run is of another recipe or other data.
         """
         found = checkpoint.newest(self.options.out)
         if found is None:
@@ -194,7 +194,7 @@ class RunState:
 
     def _check_recipe(self, path: Path, metadata: dict[str, Any]) -> None:
         own = self.recipe.as_dict()
-        # earlier versions did not have all fields; they behaved as the defaults do
+        # files of earlier versions lack fields; the defaults behave as those versions did
         saved = {**self.recipe.defaults(), **metadata.get("recipe", {})}
         changed = [
             f"{name} was {saved.get(name)!r} and is {own.get(name)!r}"
@@ -205,12 +205,12 @@ class RunState:
         if not changed and not self.inputs.agrees_with(metadata.get("inputs", {})):
             changed.append("the classes or the pixels of the data differ")
         elif not changed and not self._is_of_same_data(str(metadata.get("data"))):
-            changed.append("images or what is known about them differ")
+            changed.append("the images, their labels or their annotations differ")
         if changed:
             message = f"{path} is a checkpoint of another run: {'; '.join(changed)}; "
             message += "use another --out for this one"
             if self.recipe.command == "cenet train" and (self.options.out / WEIGHTS).is_file():
-                message += f" (there --weights {self.options.out} begins with its weights)"
+                message += f" (with --weights {self.options.out} it starts from these weights)"
             raise ValueError(message)
 
     def _is_of_same_data(self, digest: str) -> bool:

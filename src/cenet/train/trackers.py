@@ -1,6 +1,6 @@
-"""Services that follow runs, Weights & Biases and MLflow: settings once, numbers after each epoch.
+"""Send runs to Weights & Biases or MLflow: settings once, numbers after each epoch.
 
-Where they keep them is set as these packages have it: `wandb login` and WANDB_PROJECT, or
+The destination is set as these packages document it: by `wandb login` and WANDB_PROJECT, or by
 MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME.
 """
 
@@ -13,7 +13,7 @@ class Tracker(Protocol):
     """A run as a service knows it.
 
     Attributes:
-        id: name of the run at the service, by which it goes on after an interruption.
+        id: name of the run at the service, with which it continues after an interruption.
     """
 
     id: str
@@ -23,7 +23,7 @@ class Tracker(Protocol):
         ...
 
     def end(self) -> None:
-        """Say that this start of the run has ended."""
+        """Tell the service that this start of the run has ended."""
         ...
 
 
@@ -72,13 +72,13 @@ class MLflow:
 
 
 def begin(service: Service, name: str, settings: dict[str, Any], known: str | None) -> Tracker:
-    """Begin a run at a service, or go on with it.
+    """Begin a run at a service, or continue it.
 
     Args:
-        service: which one.
+        service: name of the service.
         name: name of a new run.
         settings: its recipe.
-        known: id of the run that goes on.
+        known: id of the run to continue, or None.
 
     Raises:
         ValueError: the service does not answer, or refuses.

@@ -36,8 +36,8 @@ _write_config = timm_config_writer()
 def build_network(recipe: Recipe, inputs: InputSpec, ce: list[Settings] | None = None) -> nn.Module:
     """The network of a recipe, for images and classes of this input spec.
 
-    Its `pretrained_cfg` says how it takes images, in the format of timm. `ce` has sites and
-    settings of CE in a stock network, where they are not the default ones.
+    Its `pretrained_cfg` describes its images, in the format of timm. `ce` has sites and settings of
+    CE in a stock network, if they are not the default ones.
     """
     layer_args = None if recipe.rd_ratio == RD_RATIO else {"rd_ratio": recipe.rd_ratio}
     network: Any
@@ -73,15 +73,15 @@ def _stock_network(
         WITH_CE, network=recipe.network, num_classes=classes, ce=[]
     )
     if recipe.block == "plain":
-        restore_ce_(network, [])  # so that it goes by its own name
+        restore_ce_(network, [])  # so that its configuration has its own name
         return network
     if ce is not None:
         try:
             restore_ce_(network, ce)
         except Exception as error:  # whatever is raised on settings that do not fit
             raise ValueError(
-                f"CE cannot be put into {recipe.network} as {CONFIG} or {ABOUT} say, was it "
-                f"changed? {' '.join(str(error).split())}"
+                f"CE cannot be put into {recipe.network} as {CONFIG} or {ABOUT} says; was the "
+                f"file changed? {' '.join(str(error).split())}"
             ) from error
         return network
     example = torch.zeros(2, 3, recipe.image_size, recipe.image_size)
@@ -95,13 +95,13 @@ def _stock_network(
             )  # fmt: skip
         except ValueError as error:
             raise ValueError(
-                f"CE cannot be put into {recipe.network}: {error}; --block plain trains it without"
+                f"CE cannot be put into {recipe.network}: {error}; --block plain trains without CE"
             ) from error
     return network
 
 
 def _image_config(size: int, inputs: InputSpec) -> dict[str, Any]:
-    """How the images of a test become input, and the classes, in the format of timm."""
+    """Preprocessing of test images, and the classes, in the format of timm."""
     crop = 1.0 if inputs.in_memory else TEST_CROP  # images in memory have the right size
     scaled = round(size / crop)
     if math.floor(size / crop) < scaled:  # timm rounds down
@@ -163,12 +163,12 @@ def load_run(run: Path | str) -> nn.Module:
 
 
 class Beginning(NamedTuple):
-    """What the weights that a stock network starts from say about its images and its CE.
+    """Images and CE of a stock network, as given by the weights it starts from.
 
     Attributes:
         size: height and width of the images.
         mean, std: of each channel, for values from 0 to 255.
-        source: what says so, in words.
+        source: where mean and std come from, in words.
         ce: sites and settings of CE as `ce_settings` returns them; None for the default sites.
     """
 
@@ -180,13 +180,13 @@ class Beginning(NamedTuple):
 
 
 def find_beginning(recipe: Recipe, weights: Path | None, run: Path | None) -> Beginning:
-    """How a stock network takes images and has CE: as in the run that goes on, or as its weights.
+    """Images and CE of a stock network: those of the run to resume, or of its weights.
 
     Args:
         recipe: its recipe.
-        weights: what the run starts from. A folder of `cenet.save` or of a run knows its images and
-            its CE; with a file, or without any, the library's configuration of the network holds.
-        run: folder of the run that goes on, or None.
+        weights: what the run starts from. A folder of `cenet.save` or of a run describes images and
+            CE; for a file, or without weights, the library's configuration of the network is used.
+        run: folder of the run to resume, or None.
 
     Raises:
         ValueError: there is no such network, or a folder cannot be read or is of another network.
@@ -258,7 +258,7 @@ class InitialWeights(NamedTuple):
         parts = {name.split(".ce.")[0] for name in self.fresh if ".ce." in name}
         left = [name for name in self.fresh if ".ce." not in name]
         new = [f"{len(parts)} CE layers"] * bool(parts) + left
-        return f"beginning with {self.weights}" + (f"; new are {', '.join(new)}" if new else "")
+        return f"starting from {self.weights}" + (f"; new: {', '.join(new)}" if new else "")
 
 
 def load_initial_weights_(network: nn.Module, path: Path, classes: int) -> InitialWeights:
@@ -277,7 +277,7 @@ def load_initial_weights_(network: nn.Module, path: Path, classes: int) -> Initi
     """
     file = path
     if not path.exists():
-        raise ValueError(f"--weights {path} is not there; give a file, or a folder of a run")
+        raise ValueError(f"--weights {path} does not exist; give a file, or a folder of a run")
     if path.is_dir():
         file = next(
             (f for f in (path / WEIGHTS, path / SAVED_WEIGHTS) if f.is_file()), path / WEIGHTS
