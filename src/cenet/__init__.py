@@ -55,9 +55,9 @@ _HOMES = ("nn", "surgery", "folding", "calibration", "checkpoints", "analysis", 
 
 
 def __getattr__(name: str) -> Any:
-    """A public name or a module, imported when it is first asked for.
+    """A public name or a module, imported at its first use.
 
-    Torch takes seconds to import, in which the command line would not say a word.
+    Torch takes seconds to import, during which the command line would print nothing.
     """
     if name in __all__ and name != "functional":
         homes = (import_module(f"cenet.{home}") for home in _HOMES)

@@ -1,4 +1,4 @@
-"""Read checkpoint files of any origin, and the layout of the authors' released CE layer."""
+"""Read checkpoint files of any origin, and load those of the authors' released CE layer."""
 
 import json
 from collections import OrderedDict
@@ -85,7 +85,7 @@ def load_released_ce_(layer: ChannelEquilibrium2d, state: Mapping[str, Tensor]) 
 def read_state(path: str | Path) -> dict[str, Tensor]:
     """Read a state dict from a .safetensors or .pth file, without executing code from it.
 
-    A state dict under "state_dict" or "model" is taken out, and the prefixes that DataParallel and
+    A state dict under "state_dict" or "model" is used, and the prefixes that DataParallel and
     torch.compile add to its keys are removed.
 
     Raises:

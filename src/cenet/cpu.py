@@ -109,7 +109,7 @@ def _compiled() -> Path:
         return folder / name
     with tempfile.TemporaryDirectory(dir=folder) as own:
         built = Path(own) / name
-        # compiled and linked apart, because -fopenmp would link the compiler's OpenMP library
+        # two steps, because -fopenmp would link the compiler's OpenMP library
         steps = (
             [*flags, "-c", str(SOURCE), "-o", f"{built}.o"],
             ["-shared", f"{built}.o", loaded[0], "-o", str(built)],

@@ -221,7 +221,7 @@ def _watching(modules: Iterable[nn.Module], flow: Dataflow) -> Iterator[None]:
     def enter(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if not args or not isinstance(args[0], Tensor):
             return None
-        # an alias of its own, so that other readers of the same tensor can be told apart
+        # one alias for each reader, so that readers of the same tensor can be distinguished
         alias = args[0].view_as(args[0])
         flow.calls.append(Call(module, args[0].grad_fn, alias.grad_fn, None, ()))
         open_calls.append(flow.calls[-1])

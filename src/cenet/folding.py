@@ -213,7 +213,7 @@ def _verify(model: nn.Module, folded: nn.Module, example_input: Tensor | None) -
                 if not error <= tolerance:  # NaN too
                     raise ValueError(
                         f"cannot fold {type(model).__name__}: its outputs would change by "
-                        f"{error:.1e}, so a convolution or norm is used in a way not traced here"
+                        f"{error:.1e}, so it uses a convolution or norm in a way not traced here"
                     )
             return
 

@@ -53,7 +53,7 @@ class Origin(NamedTuple):
     """What a network is built from before CE is inserted.
 
     Attributes:
-        name: of a timm model, torchvision/NAME, or module:name of somebody's class or function.
+        name: of a timm model, torchvision/NAME, or module:name of another class or function.
         args: its keyword arguments.
         build: the class or function, if neither timm nor torchvision have it.
     """
@@ -98,7 +98,7 @@ def save(
 
     `cenet.load(folder)` and, after `import cenet.models`,
     `timm.create_model("local-dir:FOLDER", pretrained=True)` build it again. Afterwards timm's
-    `save_for_hf` and `push_to_hf_hub` take the network, too. A README.md that somebody edited is
+    `save_for_hf` and `push_to_hf_hub` take the network, too. A README.md that was edited is
     kept, with a warning.
 
     Args:
@@ -472,7 +472,7 @@ def _card(
     data: str | None,
     metrics: Mapping[str, float | str] | None,
 ) -> str:
-    """The model card. It names no licence: that is for whoever publishes the weights to choose."""
+    """The model card. It names no licence, which the publisher of the weights has to choose."""
     sites = sum(len(entry["sites"]) for entry in settings)
     starts = sorted({entry["start"] for entry in settings})
     with_ce = f" with channel equilibrium (CE) after {sites} norms, start {' and '.join(starts)}"

@@ -2,7 +2,7 @@
 
 Placement follows the paper where the network has residual blocks: the last norm of each block.
 Where these hold few of its norms, or there are none, every norm outside of them that feeds an
-activation is taken. Parallel branches that become one convolution in deployment are left alone. A
+activation is chosen. Parallel branches that become one convolution in deployment are left alone. A
 predicate `filter_fn(module, name)` over the norms overrides all of it. `ce_settings` returns
 sites and settings of CE as JSON, and `restore_ce_` restores them.
 """
@@ -118,7 +118,8 @@ def ce_sites(model: nn.Module, example_input: Tensor | None = None) -> list[CESi
     Args:
         model: any network whose norms are modules. It is not changed.
         example_input: a batch the model accepts. Norms whose map has a single pixel at this size
-            are not chosen; by default 224×224, or the first usual size that the model takes.
+            are not chosen. By default the size is 224×224, or the first common size that the model
+            accepts.
     """
     return find_placement(model, example_input).sites
 
@@ -182,7 +183,8 @@ def insert_ce_(
         start: "identity" leaves the output of the network unchanged until it is trained (see
             `NormCE2d`).
         example_input: a batch the model accepts. Norms whose map has a single pixel at this size
-            are not chosen; by default 224×224, or the first usual size that the model takes.
+            are not chosen. By default the size is 224×224, or the first common size that the model
+            accepts.
         **layer_kwargs: passed to `layer`, e.g. `group_size=32`.
 
     Raises:

@@ -4,5 +4,5 @@ from importlib.metadata import PackageNotFoundError, version
 
 try:
     VERSION = version("cenet")
-except PackageNotFoundError:  # torch.hub runs a checkout that nobody installed
+except PackageNotFoundError:  # torch.hub runs a checkout that is not installed
     VERSION = "unknown"

@@ -321,7 +321,7 @@ def test_held_out_files_are_prepared_like_test_images(places, tmp_path, capsys):
     assert evaluate_run(out, without, device="cpu", recalibrate=3) != measured
     diagnose(str(out), places["folder"], tmp_path / "diagnosis", ablation_images=0)
     said = "".join(capsys.readouterr().out.split())
-    assert f"Allfiguresareoftheimagesin{places['folder'] / 'test'};therun" in said
+    assert f"Allfiguresarefortheimagesin{places['folder'] / 'test'};therun" in said
 
 
 def interrupted(recipe, out, data, **options):

@@ -180,7 +180,7 @@ class ActivationObserver(TorchDispatchMode):
         call = record._make(args[: len(record._fields)])
         site = None if call.act == "none" else self._site(call.act, call.x)
         if site is not None and ranks:
-            # a second call would wait for ranks that nobody observes
+            # a second call would wait for other ranks, which may not be observed
             before, *rest = func(*call._replace(act="none"), *ranks)
             self.before(site, before)
             result = (_activated(before, call.act, call.slope), *rest)

@@ -16,7 +16,7 @@ WIDEST = 2048  # channels among which covariances are kept
 DORMANT, DORMANT_STRICT = 0.1, 0.025
 RARE = 0.01  # share of images below which a channel fires rarely
 STUCK = 0.01  # deviation / mean up to which a channel is saturated
-DUPLICATE = 0.02  # squared distance up to which two channels are the same but for their scale
+DUPLICATE = 0.02  # squared distance up to which two channels are the same except for their scale
 # a channel whose deviation is below this share of its mean is constant: float32 has no more digits
 RESOLUTION = 1e-6
 
@@ -100,7 +100,7 @@ def saturated(mean_abs: Tensor, deviation: Tensor) -> Tensor:
 
 
 def duplicates(mean: Tensor, covariance: Tensor) -> Tensor:
-    """Channels that repeat one with a lower number, but for a positive factor; bool.
+    """Channels that repeat one with a lower number, up to a positive factor; bool.
 
     Two channels are the same when the mean squared difference of their values before the
     activation, each divided by its own deviation, is at most 0.02. It is 2 − 2ρ plus the squared

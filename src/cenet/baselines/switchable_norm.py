@@ -33,7 +33,8 @@ class SwitchableNorm2d(BaselineNorm2d):
         device: device of parameters and buffers.
         dtype: dtype of parameters and buffers.
 
-    Shape: (N, C, H, W) -> (N, C, H, W). Maps of one pixel have instance variance 0 and are taken.
+    Shape: (N, C, H, W) -> (N, C, H, W). Maps of one pixel are valid: their instance
+    variance is 0.
 
     Numerics: biased variances, float32 (float64 for float64 input). The running variance is
     unbiased, as that of torch's batch norm.

@@ -45,7 +45,8 @@ class SwitchableWhitening2d(BaselineNorm2d):
         device: device of parameters and buffers.
         dtype: dtype of parameters and buffers.
 
-    Shape: (N, C, H, W) -> (N, C, H, W). Maps of one pixel have instance covariance 0 and are taken.
+    Shape: (N, C, H, W) -> (N, C, H, W). Maps of one pixel are valid: their instance
+    covariance is 0.
 
     Numerics: biased covariances, float32 (float64 for float64 input). The running covariance is
     unbiased, as the running variance of torch's batch norm, and whitened anew for each input.

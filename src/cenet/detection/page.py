@@ -1,4 +1,4 @@
-"""The page of a run: average precision, curves, predictions beside the truth, and recipe."""
+"""The page of a run: average precision, curves, predictions beside the ground truth, recipe."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -99,7 +99,7 @@ def predictions_section(
         figures.append(_figure(scenes, index, matched, number, masks=masks))
         pairs += matched
     return Section(
-        "predictions", "Predictions beside the truth", tuple(figures),
+        "predictions", "Predictions and ground truth", tuple(figures),
         words=_words(scenes, indices, pairs, weights),
     )  # fmt: skip
 

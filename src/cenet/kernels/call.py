@@ -192,7 +192,7 @@ PARAMETERS = _names("parameter")
 AVERAGES = _names("average")
 CONSTANTS = _names("constant")
 
-# looked up once: a call is taken apart several times in every step
+# looked up once: the fields of a call are selected several times in every step
 _parameters, _averages = attrgetter(*PARAMETERS), attrgetter(*AVERAGES)
 _constants = attrgetter(*CONSTANTS)
 _small_tensors = attrgetter(*_names("parameter", "statistic", "average"))

@@ -582,7 +582,7 @@ def shares_backward(
 
 
 def span_of(n: int, channels: int, units: int) -> int:
-    """Channels per part of the hidden layer; there are as many parts as fill the device."""
+    """Channels per part of the hidden layer; there are enough parts to fill the device."""
     depth = tile(channels)["BK"]
     rows = ceil_div(max(n, 1), ROWS)
     parts = max(1, min(PARTS, FEW_PROGRAMS // (rows * ceil_div(units, WIDTH))))

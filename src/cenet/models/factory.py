@@ -207,7 +207,7 @@ def create_model(
         norm_places: "all" norms of the network, or, for iternorm and sw in ResNets, those that
             were replaced by the "published" code of the norm's own authors (the others stay bn).
         act: relu, elu or leaky_relu, everywhere; by default the network's own.
-        stem: put CE after the stem's norm of ResNets, too.
+        stem: in ResNets, put CE after the norm of the stem, too.
         ce_position: in ResNets, which convolution of a residual block CE follows (after its
             norm): 2 or 3 in ResNet-50 and ResNet-101, 1 or 2 in ResNet-18. By default the last.
         start: "identity" lets CE change nothing at first (see `NormCE2d`).

@@ -107,9 +107,9 @@ def image_config(name: str) -> dict[str, Any]:
 
 
 def check_image_config(config: Any) -> None:
-    """Raise ValueError unless a configuration that was read says how images become input.
+    """Raise ValueError unless a configuration that was read describes the images.
 
-    Without one, timm takes size and normalization of ImageNet.
+    Without such entries, timm would use size and normalization of ImageNet.
     """
 
     def is_number(value: Any) -> bool:

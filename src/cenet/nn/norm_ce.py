@@ -206,5 +206,5 @@ def _check_norm(norm: nn.Module, ce: EquilibriumLayer) -> None:
     if inner_activation(norm) is not None:
         raise ValueError(
             f"{type(norm).__name__} applies its activation itself, so CE would come after it; use "
-            "cenet.insert_ce_, which takes them apart, or pass a norm without activation"
+            "cenet.insert_ce_, which separates the two, or pass a norm without activation"
         )

@@ -18,7 +18,7 @@ class Ranks(NamedTuple):
 
 
 class SyncGroup:
-    """A process group, looked up at each use: it may be made after the layer, or made anew.
+    """A process group, looked up at each use: it may be created after the layer, or created again.
 
     Args:
         process_group: a group of torch.distributed; None stands for all ranks.

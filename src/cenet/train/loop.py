@@ -81,7 +81,7 @@ class Loop(RunState, ABC):
 
     @abstractmethod
     def summary(self, sums: list[float]) -> dict[str, float]:
-        """Columns of an epoch's row beside its loss, from the sums over all processes."""
+        """Columns of an epoch's row besides its loss, from the sums over all processes."""
 
     def note(self, sums: list[float]) -> str:
         """Text of the progress bar beside the loss."""
@@ -93,10 +93,10 @@ class Loop(RunState, ABC):
 
     @abstractmethod
     def line(self, row: dict[str, Any]) -> str:
-        """Text of the log line of an epoch beside its loss and time."""
+        """Text of the log line of an epoch besides its loss and time."""
 
     def metadata(self) -> dict[str, Any]:
-        """Entries of `environment` in run.json beside versions and hardware."""
+        """Entries of `environment` in run.json besides versions and hardware."""
         return {}
 
     def release(self) -> None:

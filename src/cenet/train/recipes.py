@@ -61,8 +61,8 @@ class TrainingRecipe:
             decay of their γ is what inhibits channels.
         decay_norms: apply weight decay to norms and biases too.
         schedule: learning rate after the warm-up. step follows `milestones`; cosine, poly and tanh
-            fall to 0; wsd is constant for 80 % of the updates and then falls; rsqrt falls with the
-            square root of time; constant does not change.
+            fall to 0; wsd is constant, rsqrt falls with the inverse square root of time, and both
+            fall to 0 in the last fifth of the updates; constant does not change.
         milestones: epochs after which the step schedule multiplies the learning rate by `gamma`.
         gamma: factor of the step schedule.
         power: exponent of the poly schedule.
