@@ -328,7 +328,9 @@ def test_names_of_classes_that_do_not_fit_are_refused(tmp_path):
 def test_the_nearest_network_is_named(tmp_path):
     model = stock("torchvision/resnet18")
     model.conv1 = nn.Conv2d(1, 64, 7, 2, 3, bias=False)
-    with pytest.raises(ValueError, match=r"torchvision/resnet18 with .* differs from it in 2 places"):
+    with pytest.raises(
+        ValueError, match=r"torchvision/resnet18 with .* differs from it in 2 places"
+    ):
         cenet.save(model, tmp_path)
     model = stock("torchvision/mobilenet_v3_large")  # the small one has no such norm
     cenet.insert_ce_(model, lambda _, name: name == "features.16.1")
