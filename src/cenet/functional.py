@@ -308,9 +308,8 @@ def moments(
     found, images = centered_moments(x, group_size, pool, sign)
     assert found.window_mean is not None
     assert images.center is not None
-    return found._replace(
-        mean=found.mean + images.center, window_mean=found.window_mean + images.center
-    )
+    mean, window_mean = found.mean + images.center, found.window_mean + images.center
+    return Moments(mean, found.var, found.cov, found.pixels, window_mean)
 
 
 @full_precision

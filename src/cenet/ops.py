@@ -189,9 +189,10 @@ def run_norm_ce(call: NormCECall, ranks: tuple[Any, ...] = ()) -> Tensor:
     direction, with autograd and below it. So kernels are called directly unless something observes
     operators.
     """
-    if not _is_plain(call[:_TENSORS]):
+    tensors = (*call,)[:_TENSORS]  # torch.compile of torch 2.8 cannot slice a NamedTuple itself
+    if not _is_plain(tensors):
         y, *_ = sync_norm_ce(*call, *ranks) if ranks else norm_ce(*call)
-    elif _wants_gradients(call[:_TENSORS]):
+    elif _wants_gradients(tensors):
         y, *_ = _NormCE.apply(call.x, call.residual, *call.parameters(), call, ranks, True)
     else:
         y, *_ = _sync_norm_ce(*call, *ranks) if ranks else _norm_ce(*call)
@@ -200,7 +201,8 @@ def run_norm_ce(call: NormCECall, ranks: tuple[Any, ...] = ()) -> Tensor:
 
 def run_folded_ce(call: FoldedCECall) -> Tensor:
     """y of a call of the folded layer, by the operator if something observes operators."""
-    if _is_plain(call[:_FOLDED_TENSORS]) and not _wants_gradients(call[:_FOLDED_TENSORS]):
+    tensors = (*call,)[:_FOLDED_TENSORS]
+    if _is_plain(tensors) and not _wants_gradients(tensors):
         return _folded_ce(*call)
     return cast(Tensor, folded_ce(*call))
 
