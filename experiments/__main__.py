@@ -184,7 +184,7 @@ def show(chosen: dict[str, Result], arguments: argparse.Namespace) -> None:
     table.caption = (
         f"{len(every)} runs, of which {len(left)} are missing: about "
         f"{in_words(sum(seconds(run, rows) for run in left))}. Figures and tables share runs; "
-        "those behind a + are chosen by the runs before them, and their cost is not counted."
+        "numbers after a + are runs that the runs before them choose; their cost is not counted."
         + ("" if shows else f" From {NARROW + TITLES} columns on, titles are shown too.")
     )
     console.print(table)

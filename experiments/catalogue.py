@@ -28,7 +28,7 @@ MEASURED = (("inhibited, first six layers", "inhibited_first_six"), ("dormant", 
 PAPER: tuple[Result, ...] = (
     bars(
         "fig1a", "Fig. 1 a: norms, VGG-16, CIFAR-10",
-        "CE leaves fewer channels inhibited behind batch norm and layer norm, and errs less",
+        "CE leaves fewer channels inhibited after batch norm and layer norm, and errs less",
         (("BN", "vgg16_plain"), ("BN+CE", "vgg16_ce"),
          ("LN", "vgg16_ln"), ("LN+CE", "vgg16_ln_ce")), SEEDS,
     ),
@@ -192,11 +192,11 @@ PAPER: tuple[Result, ...] = (
     ),
     accuracy_table(
         "table_position", "Table integrationstra: which norm of a block CE follows, ImageNet",
-        "CE behind the third norm of a block, with four times the channels, gains 0.4 over CE "
-        "behind the second",
+        "CE after the third norm of a block, with four times the channels, gains 0.4 over CE "
+        "after the second",
         (
-            Line("ResNet-50", "CE behind the second", "resnet50_ce2", 77.9),
-            Line("ResNet-50", "CE behind the third", "resnet50_ce", 78.3),
+            Line("ResNet-50", "CE after the second", "resnet50_ce2", 77.9),
+            Line("ResNet-50", "CE after the third", "resnet50_ce", 78.3),
         ),
     ),
     gradcam(
@@ -228,7 +228,7 @@ SMALL = (
 # what is added to batch norm
 BRANCHES = (("plain", "plain"), ("SE", "se"), ("BD", "bd"), ("IR", "ir"), ("CE", "ce"))
 OTHERS = (
-    ("CE, with SE's parameters", "ce_small"), ("CE behind the first norm", "ce_conv1"),
+    ("CE, with SE's parameters", "ce_small"), ("CE after the first norm", "ce_conv1"),
     ("IterNorm, first norm", "iternorm_first"), ("IterNorm, all norms", "iternorm"),
     ("SW, 4 norms", "sw_4"), ("SW, all norms", "sw"), ("SN", "sn"),
 )  # fmt: skip
@@ -328,7 +328,7 @@ OURS: tuple[Result, ...] = (
     ),
     selected_table(
         "tiny_variants", "ResNet-18 with what the paper compares, Tiny ImageNet-100",
-        "which part of CE matters, where, and behind which norm?",
+        "which part of CE matters, where, and after which norm?",
         [
             *_lines(RESNETS[:1], (*BRANCHES, *OTHERS)),
             *(

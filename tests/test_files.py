@@ -39,7 +39,15 @@ from cenet.files import (
 from cenet.models import create_model
 from cenet.report.elements import Column, Table
 from cenet.report.pages import table_csv, write_diagnosis, write_page
-from cenet.run_folder import CHANNELS, LOCK, METRICS, METRICS_CSV, locked, read_metrics
+from cenet.run_folder import (
+    CHANNELS,
+    LOCK,
+    METRICS,
+    METRICS_CSV,
+    WEIGHTS,
+    locked,
+    read_metrics,
+)
 from cenet.train import RECIPES, checkpoint
 from cenet.train.job import Job, train
 from cenet.train.options import Options
@@ -322,6 +330,22 @@ def test_a_start_that_is_refused_leaves_nothing_behind(tmp_path, monkeypatch):
         pass
     kept = {Path("runs"), Path("runs/new"), Path("runs/new/row"), Path("runs/new") / LOCK}
     assert files_in(tmp_path).keys() - before.keys() == kept | {Path("used") / LOCK}
+
+
+def test_what_a_killed_run_left_half_written_is_removed_by_the_next(tmp_path):
+    for name in (WEIGHTS, METRICS, "step-000000003.safetensors"):
+        with replacing(tmp_path / name) as room:
+            shutil.copytree(room, tmp_path / f"{room.name}0")
+            (tmp_path / f"{room.name}0" / name).write_bytes(b"a part")
+            (room / name).write_bytes(b"whole")
+    own = (".hidden", ".git.folder", "weights.safetensors.old")
+    for name in own:
+        (tmp_path / name).mkdir()
+    with locked(tmp_path):
+        pass
+    left = {WEIGHTS, METRICS, "step-000000003.safetensors", LOCK, *own}
+    assert {path.name for path in tmp_path.iterdir()} == left
+    assert (tmp_path / WEIGHTS).read_bytes() == b"whole"
 
 
 def test_a_lock_that_its_owner_removed_is_no_lock(tmp_path, monkeypatch):

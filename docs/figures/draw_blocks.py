@@ -196,7 +196,7 @@ def draw_networks() -> Figure:
         arrow(axes, (x, 6.38), (x, first + 0.2))
         axes.add_patch(Circle((x, 6.15), 0.045, fc=INK, ec=INK, zorder=3))
 
-    # ResNet: CE behind the last norm, before the addition
+    # ResNet: CE after the last norm, before the addition
     x, skip, add = 2.4, 0.75, 1.55
     start(x, skip, "ResNet, bottleneck")
     rows = [conv[0], ("ReLU", PLAIN), conv[1], ("ReLU", PLAIN), conv[2], ce]
@@ -209,7 +209,7 @@ def draw_networks() -> Figure:
     arrow(axes, (x, 0.75), (x, 0.4))
     label(axes, (skip + 0.08, 3.7), "shortcut", rotation=90, ha="left", fontsize=9)
 
-    # MobileNetV2: CE behind the norm of the depthwise convolution
+    # MobileNetV2: CE after the norm of the depthwise convolution
     x, skip, add = 6.2, 4.55, 0.95
     start(x, skip, "MobileNetV2, inverted residual")
     rows = [
@@ -227,7 +227,7 @@ def draw_networks() -> Figure:
     arrow(axes, (x, add - RADIUS), (x, 0.4))
     label(axes, (skip + 0.08, 3.7), "shortcut", rotation=90, ha="left", fontsize=9)
 
-    # ShuffleNetV2: CE behind the last norm of the branch that convolves
+    # ShuffleNetV2: CE after the last norm of the branch that convolves
     x, skip = 10.0, 8.35
     axes.text((x + skip) / 2, 6.65, "ShuffleNetV2, basic unit", ha="center", va="center",
               weight="bold", color=INK)  # fmt: skip

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,13 +19,16 @@ WEIGHTS = "weights.safetensors"  # final weights
 SAVED_WEIGHTS = "model.safetensors"  # the same in a folder of `cenet.save`, as timm names them
 CONFIG = "config.json"  # network and images, in the format of timm
 LOCK = ".lock"
+STEPS = "step-*.safetensors"  # checkpoints
+REPLACED = (ABOUT, METRICS, METRICS_CSV, CHANNELS, WEIGHTS, CONFIG, STEPS)
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Keep other runs from writing to a folder; the lock disappears if this process is killed.
 
-    If nothing was written in the meantime, no trace of the lock is left at the end.
+    Files that an earlier run was writing when it was killed are removed. If nothing was written in
+    the meantime, no trace of the lock is left at the end.
 
     Raises:
         ValueError: another process holds the lock.
@@ -47,6 +51,9 @@ def locked(folder: Path) -> Iterator[None]:
             raise ValueError(
                 f"another process is writing to {folder}; wait for it, or choose another --out"
             ) from error
+        for name in REPLACED:
+            for unfinished in folder.glob(f".{name}.*"):  # folders of `files.replacing`
+                shutil.rmtree(unfinished, ignore_errors=True)
         try:
             yield
         finally:

@@ -1,7 +1,8 @@
-"""SIGTERM and SIGINT ask a run to save and stop; a second SIGINT stops it at once."""
+"""SIGTERM, SIGINT and SIGHUP ask a run to save and stop; a second SIGINT stops it at once."""
 
 import os
 import signal
+import stat
 import sys
 import threading
 from collections.abc import Iterator
@@ -9,7 +10,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, ClassVar
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+HANGUP = getattr(signal, "SIGHUP", None)  # the terminal was closed; not on Windows
+SIGNALS = (signal.SIGTERM, signal.SIGINT, *((HANGUP,) if HANGUP else ()))
 # exit status of a run that was interrupted and has been saved; EX_TEMPFAIL: try again later
 INTERRUPTED = 75
 
@@ -19,7 +21,9 @@ class Interrupted(Exception):
 
 
 class SignalWatch:
-    """Inside this context, SIGTERM and SIGINT are recorded instead of killing the process.
+    """Inside this context, the signals are recorded instead of killing the process.
+
+    SIGHUP stays ignored where it was, as under nohup.
 
     Attributes:
         asked: the last signal that arrived, or None.
@@ -38,7 +42,8 @@ class SignalWatch:
         SignalWatch.ever_asked = False
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
-                self._before[number] = signal.signal(number, self._note)
+                if number != HANGUP or signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._note)
         return self
 
     def reclaim(self) -> None:
@@ -61,6 +66,19 @@ class SignalWatch:
         SignalWatch.ever_asked = True
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+        if number == HANGUP:
+            _forget_terminal()
+
+
+def _forget_terminal() -> None:
+    """Discard what is printed to a terminal that was closed; writing to it would be an error."""
+    for stream in (1, 2):
+        with suppress(OSError):  # a stream that is closed
+            # a closed terminal is still a device, but does not answer as a terminal
+            if stat.S_ISCHR(os.fstat(stream).st_mode) and not os.isatty(stream):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, stream)
+                os.close(nowhere)
 
 
 @contextmanager
@@ -87,7 +105,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def ignore() -> None:
-    """Ignore SIGTERM and SIGINT from now on, pending ones included."""
+    """Ignore these signals from now on, pending ones included."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -95,7 +113,7 @@ def ignore() -> None:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Block SIGTERM and SIGINT inside this context; processes started in it inherit the block."""
+    """Block these signals inside this context; processes started in it inherit the block."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -146,6 +147,13 @@ def test_few_pixels_at_a_time(files, stand_in, monkeypatch):
     monkeypatch.setattr(pipeline, "PIXELS", 10_000)  # two images
     for one, other in zip(whole, sum_up(loader(files).epoch(0)), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+
+
+def test_groups_have_as_many_files_as_fit(monkeypatch):
+    monkeypatch.setattr(pipeline, "PIXELS", 10)
+    found = [SimpleNamespace(pixels=pixels) for pixels in (4, 5, 6, 4, 12, 1, 2)]
+    groups = [[file.pixels for file in group] for group in pipeline._groups(found)]
+    assert groups == [[4, 5], [6, 4], [12], [1, 2]]
 
 
 def test_threads_go_on_over_epochs_and_end_after_the_last(files, stand_in, monkeypatch):

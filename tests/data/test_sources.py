@@ -561,6 +561,7 @@ def test_parquet_files_that_are_empty_damaged_or_different(tmp_path):
     content[4:40] = bytes(36)
     path.write_bytes(content)
     refused(tmp_path, "train-0.parquet: row 0 cannot be read: its row group is damaged: ")
+    refused(tmp_path, "; copy the file again")
     path.write_bytes(whole)
     write_rows(tmp_path / "train-1.parquet", [{"image": picture(), "label": 1}])
     refused(tmp_path, "train-1.parquet has other columns or classes than .*train-0.parquet")

@@ -205,7 +205,7 @@ def test_a_run_is_not_evaluated_on_other_classes(trained, tmp_path):
     run, data, _ = trained
     assert evaluate_run(run, data, "cpu").numbers.keys() <= metrics(run)[-1].keys()
     other = write_coco(tmp_path / "other", few_shapes(4, 2).train, ellipse="disc")
-    with pytest.raises(ValueError, match=r"on other classes than .* has: .*disc.*ellipse"):
+    with pytest.raises(ValueError, match="has ellipse, which the data has not; the data has disc"):
         evaluate_run(run, other, "cpu")
 
 

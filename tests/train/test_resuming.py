@@ -3,16 +3,20 @@
 import csv
 import ctypes
 import errno
+import fcntl
 import json
 import multiprocessing
 import os
+import pty
 import random
 import shutil
 import signal
 import subprocess
 import sys
+import termios
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -34,6 +38,7 @@ from _training import (
     assert_same_run,
     call,
     few_digits,
+    metrics,
     stop_at,
     trainer,
     write_digits,
@@ -307,6 +312,172 @@ def test_handlers_that_are_reclaimed_leave_the_second_interrupt_alone():
         assert watch.asked == signal.SIGINT
         watch.reclaim()
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_hangup_that_is_ignored_as_under_nohup_stays_ignored():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with SignalWatch() as watch:
+        watch.reclaim()
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert watch.asked is None
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+def test_a_run_whose_terminal_is_closed_is_saved(tmp_path):
+    """It has printed to that terminal, and writing to it is an error from then on."""
+    terminal, side = pty.openpty()
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "cenet", "train", "digits_ce", *SMALL[2:], "--epochs", "50"),
+            *("--checkpoint-every", "1", "--log-every", "1", "--out", str(tmp_path)),
+        ],
+        **dict.fromkeys(("stdin", "stdout", "stderr"), side),
+        preexec_fn=lambda: _own(side),
+    )
+    os.close(side)
+    while process.poll() is None and not checkpoint.checkpoints(tmp_path):
+        with suppress(BlockingIOError):
+            os.set_blocking(terminal, False)
+            os.read(terminal, 10_000)  # so that the run does not wait for its output to be read
+        time.sleep(0.005)
+    os.close(terminal)
+    assert process.wait(timeout=60) == INTERRUPTED
+    assert json.loads((tmp_path / "run.json").read_text())["times"]
+
+
+def _own(terminal):
+    """Make a terminal that of this process, which is told when it is closed."""
+    os.setsid()
+    fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_schedule_after_a_restart_with_fewer_processes(accumulate, tmp_path):
+    """A checkpoint as of two processes, which had half as many updates for the same images."""
+    recipe = replace(PLAIN, epochs=3, accumulate=accumulate, schedule="cosine")
+    trainer(recipe, tmp_path / "whole", few_digits()).run()  # 6 steps an epoch
+    first = trainer(recipe, tmp_path / "cut", few_digits())
+    stop_at(first, 8 // accumulate)  # step 2 of the second epoch
+    with pytest.raises(Interrupted):
+        first.run()
+    path, tensors, facts, _ = checkpoint.newest(tmp_path / "cut")
+    facts["position"] |= {"updates": 4 // accumulate, "step": 1}
+    checkpoint.write(path, tensors, facts)
+    second = trainer(recipe, tmp_path / "cut", few_digits())
+    second.resume()
+    asked = []
+    step_update = second.schedule.step_update
+    second.schedule.step_update = lambda update: (asked.append(update), step_update(update))
+    second.run()
+    assert asked == [*range(8 // accumulate, 18 // accumulate)]
+    rates = [[row["lr"] for row in metrics(tmp_path / name)] for name in ("whole", "cut")]
+    assert rates[0] == rates[1]
+
+
+def test_an_update_that_other_processes_began_is_finished(tmp_path):
+    """One of its two steps was done when the run stopped, and the next updates are whole again."""
+    recipe = replace(PLAIN, epochs=1, accumulate=2)
+    first = trainer(recipe, tmp_path, few_digits())
+    stop_at(first, 1)
+    with pytest.raises(Interrupted):
+        first.run()
+    path, tensors, facts, _ = checkpoint.newest(tmp_path)
+    facts["images"] = 16  # one step of this process
+    checkpoint.write(path, tensors, facts)
+    second = trainer(recipe, tmp_path, few_digits())
+    second.resume()
+    steps = []
+    apply = second.apply_gradients
+    second.apply_gradients = lambda: (steps.append(second.position.step), apply())
+    second.run()
+    assert steps == [2, 4, 6]
+
+
+def test_a_checkpoint_counts_the_images_of_all_processes(tmp_path, monkeypatch):
+    engine = trainer(PLAIN, tmp_path, few_digits())
+    engine.position.step, engine.processes = 2, Processes(0, 3, torch.device("cpu"))
+    monkeypatch.setattr("cenet.train.state.gathered", lambda value, _: [value] * 3)
+    monkeypatch.setattr("cenet.train.state.total", lambda sums, _: sums)
+    engine.save()
+    engine.writer.wait()
+    assert checkpoint.newest(tmp_path)[2]["images"] == 2 * 16 * 3
+
+
+def test_copies_of_checkpoints_are_left_alone(tmp_path):
+    engine = trainer(PLAIN, tmp_path, few_digits())
+    stop_at(engine, 2)
+    with pytest.raises(Interrupted):
+        engine.run()
+    path = checkpoint.checkpoints(tmp_path)[0]
+    copies = [path.with_name("step-best.safetensors"), path.with_name("step-9 (2).safetensors")]
+    for copy in copies:
+        shutil.copy(path, copy)
+    assert checkpoint.newest(tmp_path)[0] == path
+    second = trainer(PLAIN, tmp_path, few_digits())
+    assert path.name in second.resume()
+    second.run()
+    assert all(copy.exists() for copy in copies)
+    path = checkpoint.checkpoints(tmp_path)[0]
+    late = [checkpoint.checkpoint_path(tmp_path, updates) for updates in (2 * 10**9, 10**10)]
+    for name in late:
+        shutil.copy(path, name)
+    assert checkpoint.checkpoints(tmp_path)[:2] == late[::-1]  # by number, not as text
+
+
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_a_finished_run_without_checkpoints_is_not_replaced(resume, tmp_path):
+    engine = trainer(PLAIN, tmp_path, few_digits())
+    engine.run()
+    for path in checkpoint.checkpoints(tmp_path):
+        path.unlink()
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    with pytest.raises(ValueError, match=r"holds weights.safetensors of a finished run"):
+        train(Job(PLAIN, Options(tmp_path, resume=resume), device="cpu"))
+    after = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    assert {**after, ".lock": b""} == {**before, ".lock": b""}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "run.json cannot be read: "),
+        ("[]", "it is no object of JSON"),
+        ('{"times": 5}', "times is 5"),
+        ('{"times": {"a": 1}}', "times is {'a': 1}"),
+        ('{"environment": []}', "environment is []"),
+    ],
+)
+def test_a_damaged_run_json_is_told_and_written_again(text, reason, tmp_path, capsys):
+    engine = trainer(PLAIN, tmp_path, few_digits())
+    stop_at(engine, 2)
+    with pytest.raises(Interrupted):
+        engine.run()
+    (tmp_path / "run.json").write_text(text)
+    second = trainer(PLAIN, tmp_path, few_digits())
+    second.resume()
+    capsys.readouterr()
+    second.run()
+    said = capsys.readouterr().out
+    assert reason in said
+    assert "it is written again, without what earlier starts of the run recorded" in said
+    about = json.loads((tmp_path / "run.json").read_text())
+    assert about["environment"]["torch"] == torch.__version__
+    assert len(about["times"]) == 1
+
+
+def test_a_signal_while_the_final_weights_are_written_changes_nothing(tmp_path):
+    engine = trainer(PLAIN, tmp_path, few_digits())
+    write = engine.write_network
+
+    def signalled():
+        os.kill(os.getpid(), signal.SIGTERM)
+        write()
+
+    engine.write_network = signalled
+    engine.run()
+    assert (tmp_path / WEIGHTS).is_file()
+    assert len(json.loads((tmp_path / "run.json").read_text())["times"]) == 1
 
 
 @pytest.mark.usefixtures("handlers")

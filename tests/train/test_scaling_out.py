@@ -104,9 +104,14 @@ def test_another_number_of_processes_goes_on_at_the_same_image(tmp_path):
     facts = checkpoint.newest(tmp_path)[2]
     assert torchrun(*arguments, "--resume", "auto", processes=1).wait(120) == 0
     first = metrics(tmp_path)[0]
-    # 21 steps of 64 images in one process, what was seen by two taken off
-    left = 21 - facts["images"] // 64
-    assert first["updates"] == facts["position"]["updates"] + left
+    seen = facts["position"]["step"] * 2 * 64  # by two processes in the epoch that was stopped
+    assert facts["images"] == seen
+    # 21 steps of 64 images in one process, those seen by two taken off
+    assert first["updates"] == facts["position"]["updates"] + 21 - seen // 64
+    # the schedule is that of one process
+    whole = tmp_path.with_name("whole")
+    assert torchrun(*arguments[:-1], str(whole), processes=1).wait(120) == 0
+    assert [row["lr"] for row in metrics(tmp_path)] == [row["lr"] for row in metrics(whole)]
 
 
 def test_synchronized_processes_train_as_one(tmp_path):

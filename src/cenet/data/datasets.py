@@ -34,6 +34,7 @@ COMPRESSED = ("tar.gz", "tgz", "tar.bz2", "tar.xz", "tar.zst", "tar.lz4")
 # a constant, so that all runs hold out the same images and can be compared
 HOLDOUT_SEED = 2020
 DIGITS_TEST = 450  # number of test images
+NAMED = 10  # classes of a set that a message lists
 CIFAR10_FOLDER = "cifar-10-batches-py"  # the folder in which torchvision stores it
 # largest number of bytes of decoded pixels that are held in memory
 FITS = 4 * 2**30
@@ -364,20 +365,24 @@ def image_folders(folder: Path, size: int, *, resident: bool) -> Split:
         )
     parts = [encoded(train), encoded(test)]
     if parts[0].classes != parts[1].classes:
-        sides = ((TRAIN[0], test.name, parts), (test.name, TRAIN[0], parts[::-1]))
-        lacking = [
-            f"{one} has {', '.join(only)}, which {other} has not"
-            for one, other, pair in sides
-            if (only := sorted({*pair[0].classes} - {*pair[1].classes}))
-        ]
-        raise ValueError(
-            f"{folder} has different classes: {'; '.join(lacking) or 'their order differs'}"
-        )
+        differ = different_classes(TRAIN[0], parts[0].classes, test.name, parts[1].classes)
+        raise ValueError(f"{folder} has different classes: {differ}")
     count = sum(len(part.labels) for part in parts)
     fits = resident and count * 3 * size * size <= FITS
     if not fits or not all(_has_size(part, size) for part in parts):
         return Split(*parts)
     return Split(*(decoded(part, size) for part in parts))
+
+
+def different_classes(one: str, has: Sequence[str], other: str, other_has: Sequence[str]) -> str:
+    """The classes that only one of two sets of images has, for an error message."""
+    sides = ((one, has, other, other_has), (other, other_has, one, has))
+    lacking = []
+    for owner, own, without, others in sides:
+        if only := sorted({*own} - {*others}):
+            more = f" and {len(only) - NAMED} more" if len(only) > NAMED else ""
+            lacking.append(f"{owner} has {', '.join(only[:NAMED])}{more}, which {without} has not")
+    return "; ".join(lacking) or "their order differs"
 
 
 def check_place(folder: Path) -> None:

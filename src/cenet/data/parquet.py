@@ -259,7 +259,8 @@ def _column(group: Group, column: str) -> Any:
             # threads of pyarrow do not survive a fork
             table = file.read_row_group(group.number, [column], use_threads=False)
     except (pyarrow.ArrowException, OSError) as error:
-        raise OSError(errno.EIO, f"its row group is damaged: {_said(error)}") from error
+        reason = f"its row group is damaged: {_said(error)}; copy the file again"
+        raise OSError(errno.EIO, reason) from error
     return table.flatten().column(0)
 
 

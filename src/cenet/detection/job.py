@@ -12,7 +12,8 @@ from torch import nn
 import cenet.distributed as distributed
 import cenet.train.checkpoint as checkpoint
 from cenet.checkpoints import load_state_
-from cenet.detection.data import SHOWN, Scenes, SceneSplit, load
+from cenet.data.datasets import different_classes
+from cenet.detection.data import Scenes, SceneSplit, load
 from cenet.detection.evaluation import Scores, evaluate, predict
 from cenet.detection.freezing import STAGES
 from cenet.detection.page import build_page, read_source
@@ -166,7 +167,6 @@ def _data_of(run: Path, data: Path | None) -> SceneSplit:
     recipe, inputs = read_run(run, DetectionRecipe)
     split = load(recipe, data)
     if split.test.classes != inputs.classes:
-        differ = sorted({*split.test.classes} ^ {*inputs.classes}) or ["in another order"]
-        some = f"{', '.join(differ[:SHOWN])}{', …' * (len(differ) > SHOWN)}"
-        raise ValueError(f"{run} was trained on other classes than {data} has: {some}")
+        differ = different_classes("the run", inputs.classes, "the data", split.test.classes)
+        raise ValueError(f"{run} was trained on other classes than {data} has: {differ}")
     return split

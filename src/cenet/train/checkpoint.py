@@ -8,7 +8,7 @@ checkpoint compares the digest and never executes code.
 
 import json
 import random
-import shutil
+import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -23,12 +23,13 @@ from torch.optim import Optimizer
 
 from cenet.files import check_regular, digest, replacing
 from cenet.internals import copy_each
+from cenet.run_folder import STEPS
 
 Metadata = dict[str, Any]
 Tensors = dict[str, Tensor]
 
 KEPT = 2  # checkpoints of a run
-PATTERN = "step-*.safetensors"
+NUMBERED = re.compile(r"step-\d+\.safetensors")  # not copies that a user has made
 GROUP = "group "  # before the number of a group of an optimizer's parameters
 
 
@@ -74,7 +75,8 @@ def read(path: Path) -> tuple[Tensors, Metadata]:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Checkpoints of a run, newest first."""
-    return sorted(folder.glob(PATTERN), reverse=True)
+    named = [path for path in folder.glob(STEPS) if NUMBERED.fullmatch(path.name)]
+    return sorted(named, key=lambda path: int(path.stem.partition("-")[2]), reverse=True)
 
 
 def checkpoint_path(folder: Path, updates: int) -> Path:
@@ -83,11 +85,9 @@ def checkpoint_path(folder: Path, updates: int) -> Path:
 
 
 def forget_old(folder: Path) -> None:
-    """Remove all but the newest checkpoints, and files that a killed process left half written."""
+    """Remove all but the newest checkpoints."""
     for path in checkpoints(folder)[KEPT:]:
         path.unlink(missing_ok=True)
-    for path in folder.glob(".step-*"):
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def newest(folder: Path) -> tuple[Path, Tensors, Metadata, list[str]] | None:

@@ -14,7 +14,7 @@ import tyro
 
 import cenet.distributed as distributed
 import cenet.train.checkpoint as checkpoint
-from cenet.data.datasets import load, load_test
+from cenet.data.datasets import different_classes, load, load_test
 from cenet.data.order import Shard
 from cenet.files import check_is_folder, in_words
 from cenet.ops import start_gpu
@@ -223,7 +223,13 @@ def _folder(options: RunOptions, own: distributed.Processes) -> Iterator[None]:
 def _check_folder(options: RunOptions) -> None:
     out = options.out
     check_is_folder(out)
-    if options.resume == "never" and checkpoint.checkpoints(out):
+    saved = checkpoint.checkpoints(out)
+    if not saved and (out / WEIGHTS).exists():
+        raise ValueError(
+            f"{out} holds {WEIGHTS} of a finished run, which would be replaced, and no checkpoint "
+            "to continue from; choose another --out"
+        )
+    if options.resume == "never" and saved:
         raise ValueError(
             f"{out} holds a run already; continue it with --resume auto, or choose another --out"
         )
@@ -282,7 +288,7 @@ def evaluate_run(
         network = load_run(run).to(own.device)
         test = load_test(recipe, data)
         if test.classes != inputs.classes:
-            differ = sorted({*test.classes} ^ {*inputs.classes})
+            differ = different_classes("the run", inputs.classes, "the data", test.classes)
             raise ValueError(f"{run} was trained on other classes than {data} has: {differ}")
         if recalibrate:
             images = load(recipe, data).train

@@ -114,7 +114,7 @@ class Loop(RunState, ABC):
         """Train to the end, and return the last row of metrics.
 
         Raises:
-            Interrupted: SIGTERM or SIGINT arrived; a checkpoint has been written.
+            Interrupted: SIGTERM, SIGINT or SIGHUP arrived; a checkpoint has been written.
             NonFiniteLoss: the loss is not finite; the last good checkpoint is kept.
         """
         self.options.out.mkdir(parents=True, exist_ok=True)
@@ -138,10 +138,10 @@ class Loop(RunState, ABC):
                     finally:
                         images += (self.position.step - before) * self._images_per_step
                     self.end_epoch()
-            with self.clock.on(SAVING):
-                self.writer.wait()
-                if self.processes.is_first:
-                    self.write_network()
+                with self.clock.on(SAVING):
+                    self.writer.wait()
+                    if self.processes.is_first:
+                        self.write_network()
         except Interrupted:
             self._tell_times(images)
             raise
@@ -258,8 +258,17 @@ class Loop(RunState, ABC):
         with wait:
             self.add_gradients(batch)
 
+    @property
+    def _scheduled_update(self) -> int:
+        """The number that this update has in a run of the present number of processes.
+
+        After a restart with another number of processes, `position.updates` is another number.
+        """
+        in_epoch = (self.position.step - 1) // self.recipe.accumulate
+        return self.position.epoch * self.updates_per_epoch + in_epoch
+
     def _update(self) -> None:
-        self.schedule.step_update(self.position.updates)
+        self.schedule.step_update(self._scheduled_update)
         self.apply_gradients()
         self.position.updates += 1
         if self.ema is not None:

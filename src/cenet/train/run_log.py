@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import math
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,8 @@ from cenet.train.recipes import TrainingRecipe
 
 # columns that differ between two runs of the same recipe
 TIMES = ("seconds", "images_per_second")
+# entries of run.json that a resumed run keeps
+EARLIER: dict[str, Any] = {"environment": {}, "resumed": [], "times": [], "tracked": {}}
 
 
 class RunLog:
@@ -71,13 +72,8 @@ class RunLog:
             "inputs": inputs.as_dict(),
             "environment": environment,
         }
-        if updates:  # keep what the first start of the run wrote
-            with suppress(ValueError, KeyError, TypeError):
-                before = read_json(path)
-                about["environment"] = before["environment"]
-                about["resumed"] = [*before.get("resumed", []), environment]
-                about["times"] = list(before.get("times", []))
-                about["tracked"] = dict(before.get("tracked", {}))
+        if updates:
+            about |= _kept(path, environment)
         self._about = about
         if self.service is not None:
             self._begin_tracking(self.service)
@@ -172,6 +168,25 @@ class RunLog:
         replace_files(
             {self.folder / METRICS: lines.encode(), self.folder / METRICS_CSV: table.encode()}
         )
+
+
+def _kept(path: Path, environment: dict[str, Any]) -> dict[str, Any]:
+    """Entries of run.json that earlier starts wrote, with the environment of this one added."""
+    try:
+        before = read_json(path)
+        if not isinstance(before, dict):
+            raise ValueError(f"{path} cannot be read: it is no object of JSON")
+        for name, empty in EARLIER.items():
+            if type(before.setdefault(name, empty)) is not type(empty):
+                raise ValueError(f"{path} cannot be read: {name} is {before[name]!r}")
+    except ValueError as error:
+        print(f"{error}; it is written again, without what earlier starts of the run recorded")
+        return {}
+    kept = {name: before[name] for name in EARLIER}
+    return kept | {
+        "environment": kept["environment"] or environment,
+        "resumed": [*kept["resumed"], environment],
+    }
 
 
 def _csv_line(cells: list[Any]) -> str:
