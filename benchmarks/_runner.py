@@ -1,5 +1,6 @@
 """Shared by the benchmarks: clock, alternating rounds, peak memory, CSV rows."""
 
+import copy
 import csv
 import gc
 import importlib.util
@@ -8,6 +9,7 @@ import platform
 import statistics
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,6 +54,33 @@ def seconds(run: Run, device: torch.device) -> float:
     run()
     synchronize(device)
     return time.perf_counter() - start
+
+
+def folded_plain(model: nn.Module) -> nn.Module:
+    """A network without CE, with its batch norms folded by torch's own tool; checked on noise."""
+    from timm.layers import BatchNormAct2d
+    from torch.fx.experimental.optimization import fuse
+
+    model = copy.deepcopy(model).eval()
+    separate = copy.deepcopy(model)
+    for name, norm in list(separate.named_modules()):
+        if isinstance(norm, BatchNormAct2d):  # torch's tool only knows norm and activation apart
+            own = nn.BatchNorm2d(norm.num_features, norm.eps)
+            own.load_state_dict(norm.state_dict())
+            separate.set_submodule(name, nn.Sequential(own, norm.act).eval())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        folded: nn.Module = fuse(separate)
+    first = next(model.parameters())
+    x = torch.randn(2, 3, 64, 64, device=first.device, dtype=first.dtype)
+    with torch.no_grad():
+        expected = model(x)
+        error = ((folded(x) - expected).norm() / expected.norm()).item()
+    # a GPU may compute in tf32
+    limit = 1e-4 if first.device.type == "cpu" and first.dtype is torch.float32 else 3e-2
+    assert error < limit, f"the folded network is off by {error:.1e}"
+    assert not any("Norm" in type(module).__name__ for module in folded.modules())
+    return folded
 
 
 def _mark(device: torch.device) -> "torch.cuda.Event | float":

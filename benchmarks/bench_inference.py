@@ -1,8 +1,9 @@
 """Inference time, multiply-adds and parameters of the paper's networks, for its Tables 1 and 2.
 
 Batches have 32 images of 224×224 in float32. Each network is timed plain, with squeeze-excite and
-with CE, as it would be deployed: CE is folded, and nothing else is changed. The three are timed
-alternately, so that other work on the machine affects all of them.
+with CE, as it would be deployed: batch norms are folded into convolutions in all three, and so is
+what can be folded of CE. The three are timed alternately, so that other work on the machine affects
+all of them.
 
     python benchmarks/bench_inference.py                       # on a CPU
     python benchmarks/bench_inference.py --device cuda --rounds 30
@@ -19,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from _runner import seconds
+from _runner import folded_plain, seconds
 from cenet import fold_ce
 from cenet.environment import environment
 from cenet.models import create_model
@@ -34,10 +35,10 @@ KEY = ("network", "block", "device")
 
 
 def built(network: str, block: str) -> nn.Module:
-    """The network in evaluation mode; CE is folded."""
+    """The folded network in evaluation mode."""
     torch.manual_seed(0)
     model = create_model(network, block).eval()
-    return fold_ce(model) if block == "ce" else model
+    return fold_ce(model) if block == "ce" else folded_plain(model)
 
 
 def rows(network: str, device: torch.device, rounds: int, command: str) -> list[dict[str, object]]:

@@ -21,7 +21,6 @@ timed unfolded, because torch.compile does not fold batch norms).
 import argparse
 import contextlib
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -41,6 +40,7 @@ from _runner import (
     append_rows,
     environment,
     first_run,
+    folded_plain,
     free_memory,
     interleave,
     peak_mb,
@@ -284,15 +284,6 @@ def settle_statistics_(model: nn.Module, x: Tensor) -> None:
         for _ in range(20):
             model(torch.randn_like(x))
     model.eval()
-
-
-def folded_plain(model: nn.Module) -> nn.Module:
-    """The plain network with its batch norms folded by torch's own tool."""
-    from torch.fx.experimental.optimization import fuse
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return fuse(deepcopy(model).eval())
 
 
 def folded_ce(model: nn.Module) -> nn.Module:

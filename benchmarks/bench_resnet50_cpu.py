@@ -12,11 +12,9 @@ With --out, a row for each ratio is added to a CSV file.
 """
 
 import argparse
-import copy
 import shlex
 import statistics
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,7 +25,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import cenet
-from _runner import append_rows, commit, cpu_name, seconds
+from _runner import append_rows, commit, cpu_name, folded_plain, seconds
 from cenet import fold_ce, insert_ce_
 
 CPU = torch.device("cpu")
@@ -61,15 +59,6 @@ def training_step(model: nn.Module, x: Tensor, labels: Tensor) -> Callable[[], N
 
 def inference(model: nn.Module, x: Tensor) -> Callable[[], Tensor]:
     return torch.no_grad()(lambda: model(x))
-
-
-def folded_plain(model: nn.Module) -> nn.Module:
-    """The plain network with its batch norms folded by torch's own tool."""
-    from torch.fx.experimental.optimization import fuse
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return fuse(copy.deepcopy(model).eval())
 
 
 def check_folded(folded: nn.Module, model: nn.Module, x: Tensor) -> None:
