@@ -1,4 +1,4 @@
-"""Inference time as in the paper's Table 1: plain, SE and CE, as ratios inside one run.
+"""Inference time as in the paper's Table 1: plain, SE and CE, folded or not, as ratios in one run.
 
     python benchmarks/bench_networks.py resnet50                    # a CPU, batch 32
     python benchmarks/bench_networks.py resnet50 --device cuda --compiled
@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from _runner import seconds
+from _runner import folded_plain, seconds
 from cenet import fold_ce
 from cenet.models import NETWORKS, create_model
 
@@ -60,11 +60,16 @@ def _runs(name: str, images: Tensor, *, compiled: bool) -> Iterator[tuple[str, R
     }
     for key, model in networks.items():
         yield key, _run(model.eval().to(images.device), images)
-    folded = fold_ce(networks["CE"])
-    yield "CE folded", _run(folded, images)
+    folded = {
+        "plain folded": folded_plain(networks["plain"]),
+        "SE folded": folded_plain(networks["SE"]),
+        "CE folded": fold_ce(networks["CE"]),
+    }
+    for key, model in folded.items():
+        yield key, _run(model, images)
     if compiled:
-        for key, model in (("plain", networks["plain"]), ("CE folded", folded)):
-            yield f"{key}, compiled", _run(torch.compile(model), images)
+        for key in ("plain folded", "CE folded"):
+            yield f"{key}, compiled", _run(torch.compile(folded[key]), images)
 
 
 def _run(model: Callable[[Tensor], Tensor], images: Tensor) -> Run:
