@@ -293,8 +293,9 @@ def evaluate(
         run: folder of the run.
         data: folder of the images, as for `cenet train`.
         device: device to run on; auto is cuda where there is one.
-        recalibrate: number of training batches from which the running statistics of batch norm and
-            CE are estimated again before the test; 0 keeps those of the run.
+        recalibrate: number of training batches, at most those of an epoch, from which the running
+            statistics of batch norm and CE are estimated again before the test; 0 keeps those of
+            the run.
         save: file for the recalibrated weights, NAME.safetensors.
     """
     with _waiting(f"evaluating {run}"):

@@ -528,7 +528,7 @@ def test_a_run_without_a_diagnosis_says_so(three_runs, tmp_path, monkeypatch, ca
     assert wrote == f"wrote {out}"
     assert said == (
         f"{bare} has no diagnosis, so the page shows nothing about its channels; "
-        f"`cenet diagnose {bare}` measures them"
+        f"`cenet diagnose {bare} --data FOLDER` measures them (a run on digits needs no --data)"
     )
     text = Reader(out.read_text()).text
     assert "bare has no diagnosis, so the page shows nothing about its channels" in text

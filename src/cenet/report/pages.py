@@ -29,8 +29,8 @@ LOOKS = (
     "label differ, the caption says which of them is explained."
 )
 NOT_DIAGNOSED = (
-    "has no diagnosis, so the page shows nothing about its channels; `cenet diagnose RUN` "
-    "measures them"
+    "has no diagnosis, so the page shows nothing about its channels; `cenet diagnose RUN --data "
+    "FOLDER` measures them (a run on digits needs no --data)"
 )
 THEME = """const root = document.documentElement, button = document.getElementById("theme");
 const dark = () => root.dataset.theme ? root.dataset.theme === "dark"
