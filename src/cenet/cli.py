@@ -123,13 +123,13 @@ def export(
         model: folder of a run of `cenet train` or of `cenet.save`, which also gives image size,
             normalization and classes; or, together with CKPT, the name of a CE network such as
             ceresnet50.
-        checkpoint: weights of a MODEL given by name: the weights file of a run, a .pth or
-            .safetensors file of a network with default arguments (or start="identity"), or a folder
-            of a run or of `cenet.save`.
+        checkpoint: only with a MODEL given by name: its weights. The weights file of a run, a .pth
+            or .safetensors file of a network with default arguments (or start="identity"), or a
+            folder of a run or of `cenet.save`.
         out: file to write, NAME.onnx or NAME.pt2, which is replaced if it exists; for safetensors a
             folder, which timm reads as local-dir:OUT.
-        format: onnx, safetensors, or folded, a program that torch.export.load reads. By default
-            onnx for NAME.onnx and folded for NAME.pt2.
+        format: onnx; folded, a program that torch.export.load reads; or safetensors. By default
+            onnx for NAME.onnx and folded for NAME.pt2; both are folded where that is possible.
         size: height and width of the images to export for; by default the network's own.
         data: folder of images on which the exported network is checked, in the layout for
             `cenet train` or any other; by default parts of two photographs.
@@ -169,8 +169,9 @@ def diagnose(
             `cenet.save`.
         data: folder of images: class folders, images without labels, or test images in tar or
             parquet files as for `cenet train`. A run on digits needs none.
-        checkpoint: weights of the model, a .safetensors or .pth file. A folder brings its own
-            weights; otherwise they are random without this option or --pretrained.
+        checkpoint: weights of the model, a .safetensors or .pth file. Folders
+            have their own. A network given by name has random weights without this option or
+            --pretrained.
         pretrained: download the weights that timm or torchvision have for the model.
         limit: largest number of images to use, chosen at random.
         size: height and width of the images; by default the network's own.

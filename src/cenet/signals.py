@@ -1,4 +1,6 @@
-"""SIGTERM, SIGINT and SIGHUP ask a run to save and stop; a second SIGINT stops it at once."""
+"""SIGTERM, SIGINT and SIGHUP ask a run to save and stop; a second SIGINT stops it
+without a new checkpoint.
+"""
 
 import os
 import signal

@@ -106,10 +106,11 @@ def test_flat_folder_and_limit(folder, tmp_path):
     assert find_images(tmp_path, 3).source.paths == find_images(tmp_path, 3).source.paths
 
 
-def test_train_and_test_folders_stand_for_the_test_images(folder, tmp_path):
-    for part in ("train", "val"):
+@pytest.mark.parametrize("name", ["test", "val", "validation"])
+def test_train_and_test_folders_stand_for_the_test_images(name, folder, tmp_path):
+    for part in ("train", name):
         (tmp_path / part).mkdir()
-    (tmp_path / "val" / "a").symlink_to(folder / "class0")
+    (tmp_path / name / "a").symlink_to(folder / "class0")
     (tmp_path / "train" / "b").symlink_to(folder / "class1")
     found = find_images(tmp_path)
     assert found.classes == ("a",)

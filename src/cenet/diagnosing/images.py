@@ -12,7 +12,7 @@ from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from cenet.analysis.diagnosis import Skipped
-from cenet.data.datasets import TEST, Encoded, encoded, find_part
+from cenet.data.datasets import TEST, TRAIN, Encoded, encoded, find_part
 from cenet.data.decoding import eight_bits
 from cenet.data.sources import Folder, Source, Subset
 
@@ -33,8 +33,8 @@ class Found(NamedTuple):
 def find_images(folder: Path, limit: int | None = None) -> Found:
     """Images of class folders, `folder/CLASS/*`, or of a flat folder, which has no labels.
 
-    In a folder with `train` and `test` (or `val`) the test images are used. The same holds for tar
-    and parquet files in the layout for `cenet train`.
+    In a folder with `train` and `test` (or `val`, `validation`) the test images are used. The same
+    holds for tar and parquet files in the layout for `cenet train`.
 
     Args:
         folder: where to look.
@@ -48,8 +48,8 @@ def find_images(folder: Path, limit: int | None = None) -> Found:
     packed = find_part(folder, TEST)
     if packed is not None and packed.form != "folder":
         return _found_in(encoded(packed), folder, limit)
-    if set(_folders(folder)) <= {"train", "test", "val"}:
-        parts = (folder / name for name in ("test", "val"))
+    if set(_folders(folder)) <= {*TRAIN, *TEST}:
+        parts = (folder / name for name in TEST)
         folder = next((part for part in parts if part.is_dir()), folder)
     files = [path for path in _files(folder) if not _is_hidden(path.relative_to(folder))]
     paths = [path for path in files if path.suffix.lower() in IMG_EXTENSIONS]

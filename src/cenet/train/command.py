@@ -43,8 +43,8 @@ def parse(arguments: list[str]) -> Job:
         arguments,
         lambda name: Job(find_recipe(name), Options(Path("runs") / name)),
         command="cenet train",
-        recipes=f"{len(RECIPES)}: `cenet recipes`; finetune is for any network of timm or "
-        "torchvision: --model NAME --pretrained",
+        recipes=f"`cenet recipes` lists the {len(RECIPES)} recipes; for your own classifier: "
+        "cenet train finetune --model NAME --pretrained",
         example=EXAMPLE,
     )
 

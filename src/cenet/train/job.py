@@ -37,7 +37,8 @@ class Job:
     """Settings of a training run: its recipe, folders and device.
 
     Attributes:
-        recipe: settings that decide what the network learns; each of them changes the results.
+        recipe: settings that decide what the network learns; each of them changes the results,
+            except accuracy, which is a note.
         options: where and how the run is executed; results change by rounding only, except by the
             pixels that a GPU decodes (--decode).
         data: folder of the images: train/CLASS/* and test/CLASS/* (or val), train-*.tar and

@@ -14,17 +14,17 @@ class RunOptions:
 
     Attributes:
         out: folder of the run.
-        resume: auto continues from the newest undamaged checkpoint in `out`; never refuses to start
-            in a folder that has one.
+        resume: auto continues from the newest undamaged checkpoint in `out`, if there is one. never
+            starts anew, and stops with an error if `out` already has a checkpoint.
         workers: processes that read and decode image files.
         channels_last: memory layout of images and weights.
         checkpoint_every: updates between checkpoints; 0 writes one after each epoch only.
-        checkpoint_seconds: seconds between checkpoints. One is written as soon as this time has
-            passed, also in the middle of an epoch, and none at the end of an epoch before that; 0
-            writes one after each epoch.
-        log_every: updates between checks of the loss on a GPU, each of which waits for the step. A
-            loss that is not finite ends the run, and a terminal shows the loss. On a CPU every
-            update is checked.
+        checkpoint_seconds: seconds between checkpoints. They are then written by time alone, also
+            in the middle of an epoch, and not at the end of each epoch. 0 writes one after each
+            epoch.
+        log_every: on a GPU, updates between readings of the loss; a reading waits for the GPU. The
+            loss that was read is shown on a terminal, and ends the run if it is not finite. On a
+            CPU it is read at every update.
         threads: CPU threads; by default torch's own number, or 1 for images smaller than 32×32
             pixels, where threads would mostly wait for each other. On a machine that others use, 1
             may be many times faster.

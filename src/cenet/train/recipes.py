@@ -51,15 +51,15 @@ class TrainingRecipe:
         epochs: passes over the training images.
         batch_size: images per process and step.
         accumulate: batches whose gradients are added up before an update.
-        lr: learning rate for updates of `lr_batch` images; it is scaled in proportion to the
-            number of images per update.
-        lr_batch: number of images per update that `lr` is given for.
+        lr: learning rate of updates with `lr_batch` images. With other numbers of images, the rate
+            is lr × (images per update) / lr_batch.
+        lr_batch: images per update with which the learning rate is exactly `lr`.
         opt: optimizer, by its name in timm: adamw, lamb, … momentum is SGD with momentum; timm's
             sgd and nesterov are SGD with Nesterov momentum.
         momentum: momentum of the optimizers that have one, SGD among them.
-        weight_decay: weight decay of every parameter except λ and α. Norms are included, because
-            decay of their γ is what inhibits channels.
-        decay_norms: apply weight decay to norms and biases too.
+        weight_decay: weight decay. The parameters λ and α of CE are never decayed.
+        decay_norms: apply weight decay to norms and biases too, as in the paper, where decay of γ
+            inhibits channels.
         schedule: learning rate after the warm-up. step follows `milestones`; cosine, poly and tanh
             fall to 0; wsd is constant, rsqrt falls with the inverse square root of time, and both
             fall to 0 in the last fifth of the updates; constant does not change.
@@ -271,8 +271,8 @@ class Recipe(TrainingRecipe):
             or torchvision/NAME.
         stock: use the network as timm or torchvision has it, with CE where `insert_ce_` puts it by
             default, instead of a network of the paper with CE at the paper's places.
-        block: layer after the norms at these places: ce, one of its branches alone (bd or ir), or
-            none (plain). se puts squeeze-excite into networks of the paper instead.
+        block: layer at the places where CE goes: ce; one of its branches alone, bd or ir; or none,
+            plain. se puts squeeze-excite into networks of the paper instead.
         ce_position: which convolution of a residual block CE follows, in ResNets: 2 or 3 of a
             bottleneck's three, 1 or 2 of a basic block's two. None is the last, as in the paper.
         rd_ratio: hidden width of CE's gate, as a share of the channels.
