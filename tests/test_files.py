@@ -335,10 +335,12 @@ def test_a_start_that_is_refused_leaves_nothing_behind(tmp_path, monkeypatch):
 def test_what_a_killed_run_left_half_written_is_removed_by_the_next(tmp_path):
     for name in (WEIGHTS, METRICS, "step-000000003.safetensors"):
         with replacing(tmp_path / name) as room:
-            shutil.copytree(room, tmp_path / f"{room.name}0")
-            (tmp_path / f"{room.name}0" / name).write_bytes(b"a part")
+            left = tmp_path / f"{room.name[:-8]}{room.name[-8:][::-1]}"  # as of another process
+            shutil.copytree(room, left, dirs_exist_ok=True)
+            (left / name).write_bytes(b"a part")
             (room / name).write_bytes(b"whole")
-    own = (".hidden", ".git.folder", "weights.safetensors.old")
+    own = (".hidden", ".git.folder", "weights.safetensors.old", ".weights.safetensors.old")
+    own = (*own, ".run.json.backup", ".step-best.safetensors.abcdefgh", ".run.json.abcdefgh.txt")
     for name in own:
         (tmp_path / name).mkdir()
     with locked(tmp_path):

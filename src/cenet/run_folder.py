@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,7 +21,11 @@ SAVED_WEIGHTS = "model.safetensors"  # the same in a folder of `cenet.save`, as 
 CONFIG = "config.json"  # network and images, in the format of timm
 LOCK = ".lock"
 STEPS = "step-*.safetensors"  # checkpoints
-REPLACED = (ABOUT, METRICS, METRICS_CSV, CHANNELS, WEIGHTS, CONFIG, STEPS)
+REPLACED = (ABOUT, METRICS, METRICS_CSV, CHANNELS, WEIGHTS, CONFIG)
+# folders in which `files.replacing` writes: the name of a file, and eight random characters
+UNFINISHED = re.compile(
+    rf"\.({'|'.join(map(re.escape, REPLACED))}|step-\d+\.safetensors)\.[a-z0-9_]{{8}}"
+)
 
 
 @contextmanager
@@ -51,9 +56,9 @@ def locked(folder: Path) -> Iterator[None]:
             raise ValueError(
                 f"another process is writing to {folder}; wait for it, or choose another --out"
             ) from error
-        for name in REPLACED:
-            for unfinished in folder.glob(f".{name}.*"):  # folders of `files.replacing`
-                shutil.rmtree(unfinished, ignore_errors=True)
+        for path in folder.iterdir():
+            if UNFINISHED.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
         try:
             yield
         finally:

@@ -73,11 +73,14 @@ class SignalWatch:
 
 
 def _forget_terminal() -> None:
-    """Discard what is printed to a terminal that was closed; writing to it would be an error."""
+    """Discard what is printed, unless to a file or a terminal that is still there.
+
+    Writing to a terminal that was closed would be an error, and so would writing to a pipe: its
+    reader, such as tee, ends with the terminal.
+    """
     for stream in (1, 2):
         with suppress(OSError):  # a stream that is closed
-            # a closed terminal is still a device, but does not answer as a terminal
-            if stat.S_ISCHR(os.fstat(stream).st_mode) and not os.isatty(stream):
+            if not stat.S_ISREG(os.fstat(stream).st_mode) and not os.isatty(stream):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, stream)
                 os.close(nowhere)

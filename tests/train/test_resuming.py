@@ -346,6 +346,41 @@ def test_a_run_whose_terminal_is_closed_is_saved(tmp_path):
     assert json.loads((tmp_path / "run.json").read_text())["times"]
 
 
+HUNG_UP = """
+import os, signal, sys
+from cenet.signals import SignalWatch
+with SignalWatch() as watch:
+    sys.stdin.read()  # until nobody reads what is printed
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+    print("saved", flush=True)
+    sys.exit(10 + watch.asked)
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGHUP", 10 + signal.SIGHUP), ("SIGTERM", 1)])
+def test_a_hangup_ends_those_who_read_what_is_printed_too(name, code):
+    """Another signal does not: without a reader, printing is an error as always."""
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", HUNG_UP, name], **pipes)
+    process.stdout.close()
+    process.stderr.close()
+    process.stdin.close()
+    assert process.wait(timeout=60) == code
+
+
+def test_a_printed_line_that_fails_loses_no_epoch(tmp_path):
+    engine = trainer(PLAIN, tmp_path, few_digits())
+
+    def broken(text):
+        if text.startswith("epoch 1 "):
+            raise BrokenPipeError
+
+    engine.progress.say = broken
+    with pytest.raises(BrokenPipeError):
+        engine.run()
+    assert checkpoint.newest(tmp_path)[2]["position"]["epoch"] == 1
+
+
 def _own(terminal):
     """Make a terminal that of this process, which is told when it is closed."""
     os.setsid()

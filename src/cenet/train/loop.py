@@ -328,10 +328,11 @@ class Loop(RunState, ABC):
         with self.clock.on(SAVING):
             if self.processes.is_first:
                 self.run_log.add(row)
-                self.progress.say(
-                    f"epoch {row['epoch']} of {self.recipe.epochs}: loss {row['train_loss']:.4f}, "
-                    f"{self.line(row)}, {seconds:.1f} s"
-                )
             by_time = self.options.checkpoint_seconds > 0 and not is_last
             if not by_time or any_of(self.save_is_due(), self.processes):
                 self.save()
+        if self.processes.is_first:  # after saving: printing may fail
+            self.progress.say(
+                f"epoch {row['epoch']} of {self.recipe.epochs}: loss {row['train_loss']:.4f}, "
+                f"{self.line(row)}, {seconds:.1f} s"
+            )
