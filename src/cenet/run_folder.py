@@ -20,12 +20,10 @@ WEIGHTS = "weights.safetensors"  # final weights
 SAVED_WEIGHTS = "model.safetensors"  # the same in a folder of `cenet.save`, as timm names them
 CONFIG = "config.json"  # network and images, in the format of timm
 LOCK = ".lock"
-STEPS = "step-*.safetensors"  # checkpoints
+CHECKPOINT = r"step-(\d+)\.safetensors"  # the number of updates is in the name
 REPLACED = (ABOUT, METRICS, METRICS_CSV, CHANNELS, WEIGHTS, CONFIG)
 # folders in which `files.replacing` writes: the name of a file, and eight random characters
-UNFINISHED = re.compile(
-    rf"\.({'|'.join(map(re.escape, REPLACED))}|step-\d+\.safetensors)\.[a-z0-9_]{{8}}"
-)
+UNFINISHED = re.compile(rf"\.({'|'.join(map(re.escape, REPLACED))}|{CHECKPOINT})\.[a-z0-9_]{{8}}")
 
 
 @contextmanager

@@ -51,7 +51,7 @@ from cenet.distributed import Processes, total
 from cenet.files import digest
 from cenet.run_folder import WEIGHTS, locked
 from cenet.signals import INTERRUPTED, SIGNALS, Interrupted, SignalWatch, exit_on_sigterm
-from cenet.train import checkpoint
+from cenet.train import checkpoint, run_log
 from cenet.train.classifier import Trainer
 from cenet.train.command import exit_with_reason
 from cenet.train.job import Job, train
@@ -499,6 +499,16 @@ def test_a_damaged_run_json_is_told_and_written_again(text, reason, tmp_path, ca
     about = json.loads((tmp_path / "run.json").read_text())
     assert about["environment"]["torch"] == torch.__version__
     assert len(about["times"]) == 1
+
+
+def test_runs_share_no_entry_of_run_json(tmp_path):
+    """A run of an earlier version lacks entries; what is added to them is of that run alone."""
+    for name in ("one", "other"):
+        (tmp_path / f"{name}.json").write_text("{}")
+    one, other = (run_log._kept(tmp_path / f"{name}.json", {}) for name in ("one", "other"))
+    one["tracked"]["wandb"] = "an id"
+    one["times"].append({})
+    assert (other["tracked"], other["times"]) == ({}, [])
 
 
 def test_a_signal_while_the_final_weights_are_written_changes_nothing(tmp_path):

@@ -23,13 +23,12 @@ from torch.optim import Optimizer
 
 from cenet.files import check_regular, digest, replacing
 from cenet.internals import copy_each
-from cenet.run_folder import STEPS
+from cenet.run_folder import CHECKPOINT
 
 Metadata = dict[str, Any]
 Tensors = dict[str, Tensor]
 
 KEPT = 2  # checkpoints of a run
-NUMBERED = re.compile(r"step-\d+\.safetensors")  # not copies that a user has made
 GROUP = "group "  # before the number of a group of an optimizer's parameters
 
 
@@ -74,9 +73,10 @@ def read(path: Path) -> tuple[Tensors, Metadata]:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints of a run, newest first."""
-    named = [path for path in folder.glob(STEPS) if NUMBERED.fullmatch(path.name)]
-    return sorted(named, key=lambda path: int(path.stem.partition("-")[2]), reverse=True)
+    """Checkpoints of a run, newest first; copies that a user has made are not among them."""
+    found = [(re.fullmatch(CHECKPOINT, path.name), path) for path in folder.glob("step-*")]
+    numbered = {int(name[1]): path for name, path in found if name}
+    return [numbered[updates] for updates in sorted(numbered, reverse=True)]
 
 
 def checkpoint_path(folder: Path, updates: int) -> Path:

@@ -16,8 +16,8 @@ from cenet.train.recipes import TrainingRecipe
 
 # columns that differ between two runs of the same recipe
 TIMES = ("seconds", "images_per_second")
-# entries of run.json that a resumed run keeps
-EARLIER: dict[str, Any] = {"environment": {}, "resumed": [], "times": [], "tracked": {}}
+# entries of run.json that a resumed run keeps, and their types
+EARLIER = {"environment": dict, "resumed": list, "times": list, "tracked": dict}
 
 
 class RunLog:
@@ -176,8 +176,8 @@ def _kept(path: Path, environment: dict[str, Any]) -> dict[str, Any]:
         before = read_json(path)
         if not isinstance(before, dict):
             raise ValueError(f"{path} cannot be read: it is no object of JSON")
-        for name, empty in EARLIER.items():
-            if type(before.setdefault(name, empty)) is not type(empty):
+        for name, kind in EARLIER.items():
+            if type(before.setdefault(name, kind())) is not kind:
                 raise ValueError(f"{path} cannot be read: {name} is {before[name]!r}")
     except ValueError as error:
         print(f"{error}; it is written again, without what earlier starts of the run recorded")
