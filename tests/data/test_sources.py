@@ -23,6 +23,7 @@ from cenet.data import parquet
 from cenet.data.datasets import (
     Encoded,
     Resident,
+    different_classes,
     digest,
     image_folders,
     input_spec_of,
@@ -591,3 +592,14 @@ def test_half_of_a_place(tmp_path):
     refused(tmp_path, r"must have the folders train and test \(or val\), or train-\*.tar and test-")
     (tmp_path / "test").mkdir()
     refused(tmp_path, r"test has no folders of classes, and no .tar or .parquet files")
+
+
+def test_classes_that_differ_are_told_by_side():
+    many = [f"c{number:02d}" for number in range(13)]
+    assert different_classes("one", many, "other", ["c00"]) == (
+        "one has c01, c02, c03, c04, c05, c06, c07, c08, c09, c10 and 2 more, which other has not"
+    )
+    assert different_classes("a", "xy", "b", "yz") == (
+        "a has x, which b has not; b has z, which a has not"
+    )
+    assert different_classes("a", "xy", "b", "yx") == "their order differs"

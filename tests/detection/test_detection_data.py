@@ -227,7 +227,7 @@ def test_one_file_of_annotations_is_for_both(folder):
             lambda f: (f / "annotations" / "instances_val2017.json").write_text(
                 json.dumps({**coco(annotation()), "categories": [{"id": 3, "name": "cow"}]})
             ),
-            r"different categories: cat, cow, dog",
+            r"different categories: train has cat, dog, which test has not; test has cow",
         ),
     ],
 )

@@ -9,7 +9,13 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from cenet.data.datasets import FILES_MEAN, FILES_STD, HOLDOUT_SEED, InputSpec
+from cenet.data.datasets import (
+    FILES_MEAN,
+    FILES_STD,
+    HOLDOUT_SEED,
+    InputSpec,
+    different_classes,
+)
 from cenet.data.decoding import read, read_image
 from cenet.data.sources import Folder, mark, sample
 from cenet.detection.coco import Faults, Record, clean
@@ -114,9 +120,10 @@ def load(recipe: DetectionRecipe, folder: Path | None) -> SceneSplit:
         parts = hold_out(parts[0], recipe.holdout)
     split = SceneSplit(*parts)
     if split.train.labels != split.test.labels or split.train.classes != split.test.classes:
-        differ = sorted({*split.train.classes} ^ {*split.test.classes})
-        some = f"{', '.join(differ[:SHOWN])}{', …' * (len(differ) > SHOWN)}" or "their ids"
-        raise ValueError(f"train and test have different categories: {some}")
+        differ = "their ids"
+        if {*split.train.classes} != {*split.test.classes}:
+            differ = different_classes("train", split.train.classes, "test", split.test.classes)
+        raise ValueError(f"train and test have different categories: {differ}")
     return split
 
 
